@@ -1,0 +1,54 @@
+# make quickstart   virtual environment, data set, a short CPU training, a grid of sampled pictures
+# make test         the tests that every change must pass
+# make check-slow   the tests that take minutes
+# make lint         style
+
+PYTHON ?= python3
+VENV   ?= .venv
+EXTRAS ?= train,data,eval,bench,dev
+
+DATA    := data/icons-common
+RUN     := runs/quickstart
+PROMPTS := "file" "calendar" "folder" "shield" "battery" "cloud" "arrow right" "file plus"
+
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-from-pyproject
+
+# Two processes of one thread use two cores better than one process of two threads; --multi_gpu is the flag that
+# starts more than one process on a CPU as well (--cpu starts one, whatever the number).
+LAUNCH ?= OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
+          --mixed_precision no --dynamo_backend no
+
+.PHONY: install test check-slow quickstart lint
+.DELETE_ON_ERROR:
+
+install: $(INSTALLED)
+
+# An editable install needs doing again only when the dependencies change.
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+# pytest answers 5 when nothing is marked, which is no failure.
+check-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(DATA)/metadata.jsonl: | $(INSTALLED)
+	$(BIN)/python scripts/prepare_icons.py --out $(DATA) --min-per-word 40
+
+# A run that was interrupted goes on from its last checkpoint; a finished one is only sampled again.
+$(RUN)/model_index.json: | $(INSTALLED) $(DATA)/metadata.jsonl
+	$(LAUNCH) scripts/train.py --config configs/quickstart.yaml --data.path $(DATA) --train.output_dir $(RUN) \
+	    $$(test -d $(RUN)/checkpoints && echo --train.resume latest)
+
+quickstart: $(RUN)/model_index.json
+	$(BIN)/python scripts/sample.py $(RUN) --prompt $(PROMPTS) --num_images 4 --seed 7 --out $(RUN)/samples/quickstart
+	@echo "pictures and their prompts: $(RUN)/samples/quickstart"
