@@ -1,0 +1,293 @@
+"""Query/key/value attention, and every module that owns its projections.
+
+This file needs torch and einops only and imports nothing of the project: copy it into any network.
+
+Letters: B batch, N tokens (Nq queries, Nk keys), D width, d width of one head, C channels, H W the map.
+Masks are bool or 0/1 numbers, non-zero = may be attended. A query with nothing to attend to gives output 0 and
+weights 0, with finite gradients; a key that no query may attend to is never read, so NaN in padding stays there.
+
+Source: Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/1706.03762.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The textbook form, which shows its weights: softmax(Q K^T / sqrt(d)) V  (Vaswani et al. 2017, eq. 1).
+
+    query: (..., Nq, d); key: (..., Nk, d); value: (..., Nk, dv); mask: broadcasts to (..., Nq, Nk).
+    dropout: a callable on the weights. Returns output (..., Nq, dv) and the weights (..., Nq, Nk) that made it.
+    Raises ValueError if the mask does not fit Nq and Nk.
+    """
+    if mask is not None:
+        mask = _checked_mask(mask, query.shape[-2], key.shape[-2])
+        key, value = _hide_unread_keys(key, value, mask)
+
+    # the query is scaled, not the scores: in half precision the raw product may overflow where the scaled one does not
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    if dropout is not None:
+        weights = dropout(weights)
+
+    return weights @ value, weights
+
+
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    heads: int,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The fused form: the same result as `attention` head by head, through torch's memory-saving kernels.
+
+    query: (B, Nq, heads*d); key, value: (B, Nk, heads*d); mask: (B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk), where a
+    size of 1 broadcasts; bias: float, broadcasts to (B, heads, Nq, Nk), added to the scores, never a mask;
+    is_causal: query i attends to keys 0..i; dropout_p: probability of dropping a weight. Returns (B, Nq, heads*d).
+    Raises ValueError if the widths differ, `heads` does not divide them, or the mask does not fit Nq and Nk.
+    """
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        widths = f"{query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
+        raise ValueError(f"query, key and value must have one width, got {widths}")
+    _check_divisible(query.shape[-1], heads)
+
+    query, key, value = (split_heads(x, heads) for x in (query, key, value))
+    return merge_heads(_fused(query, key, value, mask, bias, is_causal, dropout_p))
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, N, heads*d) -> (B, heads, N, d)."""
+    return rearrange(x, "b n (heads d) -> b heads n d", heads=heads)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, heads, N, d) -> (B, N, heads*d)."""
+    return rearrange(x, "b heads n d -> b n (heads d)")
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """multi_head_attention over heads that are split already: (B, heads, Nq, d) against (B, heads, Nk, d)."""
+    attended = None
+    if mask is not None:
+        mask = _checked_mask(_four_axes(mask), query.shape[-2], key.shape[-2])
+        if is_causal:
+            mask, is_causal = mask & _lower_triangle(query, key), False
+        key, value = _hide_unread_keys(key, value, mask)
+        # a row without any key would be softmax over nothing: let it attend to all, and take its output away below
+        attended = mask.any(dim=-1, keepdim=True)
+        mask = mask | ~attended
+    if bias is not None:
+        if is_causal:
+            mask, is_causal = _lower_triangle(query, key), False
+        mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
+
+    # a head whose last axis is strided falls off the fast kernels without a word
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    output = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
+    return output if attended is None else output.masked_fill(~attended, 0.0)
+
+
+def _lower_triangle(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+
+
+def _four_axes(mask: Tensor) -> Tensor:
+    """(B, Nk) or (B, Nq, Nk) or (B, heads, Nq, Nk) -> four axes that broadcast to the last form."""
+    if mask.ndim == 2:
+        return rearrange(mask, "b k -> b 1 1 k")
+    if mask.ndim == 3:
+        return rearrange(mask, "b q k -> b 1 q k")
+    if mask.ndim == 4:
+        return mask
+    raise ValueError(f"mask must be (B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk), got shape {tuple(mask.shape)}")
+
+
+def _checked_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """Returns the mask as bool; refuses one that would not broadcast to (..., queries, keys)."""
+    if mask.shape[-1] not in (1, keys):
+        raise ValueError(f"mask is for {mask.shape[-1]} keys, but there are {keys}")
+    if mask.ndim > 1 and mask.shape[-2] not in (1, queries):
+        raise ValueError(f"mask is for {mask.shape[-2]} queries, but there are {queries}")
+    return mask != 0
+
+
+def _hide_unread_keys(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeroes the keys and values that no query may attend to: 0 x NaN is NaN, so a weight of 0 does not hide them."""
+    if mask.ndim == 1:
+        mask = mask[None]
+    unread = ~mask.any(dim=-2).unsqueeze(-1)  # (..., Nk, 1)
+    return key.masked_fill(unread, 0.0), value.masked_fill(unread, 0.0)
+
+
+def _check_divisible(dim: int, heads: int) -> int:
+    """Returns dim // heads."""
+    if heads < 1 or dim % heads:
+        raise ValueError(f"a width of {dim} does not divide into {heads} heads")
+    return dim // heads
+
+
+class AttentionHead(nn.Module):
+    """One self-attention head with its own projections, as textbooks draw it."""
+
+    def __init__(self, hidden_size: int, attention_head_size: int, bias: bool = True) -> None:
+        super().__init__()
+        self.query = nn.Linear(hidden_size, attention_head_size, bias=bias)
+        self.key = nn.Linear(hidden_size, attention_head_size, bias=bias)
+        self.value = nn.Linear(hidden_size, attention_head_size, bias=bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x: (B, N, hidden_size); mask: (B, Nk) or (B, Nq, Nk). Returns output (B, N, d) and weights (B, N, N)."""
+        if mask is not None and mask.ndim == 2:
+            mask = rearrange(mask, "b k -> b 1 k")
+        return attention(self.query(x), self.key(x), self.value(x), mask)
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention among token sequences: self-attention with forward(x, x, x), cross-attention with forward(x, c, c).
+
+    dim: width of the queries and of the output; context_dim: width of keys and values (None = dim);
+    bias: of to_q, to_k and to_v, to_out always has one; dropout: probability of dropping a weight in training.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 8,
+        dim_head: int | None = None,
+        context_dim: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        dim_head = _check_divisible(dim, heads) if dim_head is None else dim_head
+        context_dim = dim if context_dim is None else context_dim
+        self.heads = heads
+        self.dropout = dropout
+        self.to_q = nn.Linear(dim, heads * dim_head, bias=bias)
+        self.to_k = nn.Linear(context_dim, heads * dim_head, bias=bias)
+        self.to_v = nn.Linear(context_dim, heads * dim_head, bias=bias)
+        self.to_out = nn.Linear(heads * dim_head, dim)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """query: (B, Nq, dim); key, value: (B, Nk, context_dim); mask: as in multi_head_attention.
+
+        Returns (B, Nq, dim), with return_weights also the weights (B, heads, Nq, Nk).
+        """
+        query, key, value = self.to_q(query), self.to_k(key), self.to_v(value)
+        dropout_p = self.dropout if self.training else 0.0
+
+        if not return_weights:
+            return self.to_out(
+                multi_head_attention(query, key, value, heads=self.heads, mask=mask, dropout_p=dropout_p)
+            )
+
+        output, weights = _weighed(
+            *(split_heads(x, self.heads) for x in (query, key, value)), mask, lambda w: F.dropout(w, dropout_p)
+        )
+        return self.to_out(merge_heads(output)), weights
+
+
+class SelfAttention2d(nn.Module):
+    """Every pixel of a feature map attends to every pixel; 1x1 convolutions make query, key and value."""
+
+    def __init__(self, dim: int, heads: int = 4, dim_head: int | None = 32) -> None:
+        super().__init__()
+        dim_head = _check_divisible(dim, heads) if dim_head is None else dim_head
+        self.heads = heads
+        self.to_qkv = nn.Conv2d(dim, 3 * heads * dim_head, 1, bias=False)
+        self.to_out = nn.Conv2d(heads * dim_head, dim, 1)
+
+    def forward(self, x: Tensor, return_weights: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """x: (B, C, H, W). Returns (B, C, H, W) in x's memory layout, with return_weights also (B, heads, HW, HW)."""
+        qkv = self.to_qkv(_pixels_last(x))
+        query, key, value = rearrange(
+            qkv, "b (qkv heads d) h w -> qkv b heads (h w) d", qkv=3, heads=self.heads
+        ).unbind()
+        output, weights = _weighed(query, key, value) if return_weights else (_fused(query, key, value), None)
+
+        output = self.to_out(rearrange(output, "b heads (h w) d -> b (heads d) h w", h=x.shape[-2]))
+        output = output.contiguous(memory_format=_layout(x))
+        return (output, weights) if return_weights else output
+
+
+class CrossAttention2d(nn.Module):
+    """Every pixel of a feature map attends to the tokens of a text."""
+
+    def __init__(self, dim: int, context_dim: int, heads: int = 4, dim_head: int | None = 32) -> None:
+        super().__init__()
+        dim_head = _check_divisible(dim, heads) if dim_head is None else dim_head
+        self.heads = heads
+        self.to_q = nn.Conv2d(dim, heads * dim_head, 1, bias=False)
+        self.to_kv = nn.Linear(context_dim, 2 * heads * dim_head, bias=False)
+        self.to_out = nn.Conv2d(heads * dim_head, dim, 1)
+
+    def forward(
+        self, x: Tensor, context: Tensor, context_mask: Tensor | None = None, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x: (B, C, H, W); context: (B, N, context_dim); context_mask: (B, N), non-zero = a real token.
+
+        Returns (B, C, H, W) in x's memory layout, with return_weights also the weights (B, heads, HW, N).
+        Raises ValueError if the mask's length is not the context's.
+        """
+        query = rearrange(self.to_q(_pixels_last(x)), "b (heads d) h w -> b heads (h w) d", heads=self.heads)
+        key, value = rearrange(
+            self.to_kv(context), "b n (kv heads d) -> kv b heads n d", kv=2, heads=self.heads
+        ).unbind()
+        attended = (query, key, value, context_mask)
+        output, weights = _weighed(*attended) if return_weights else (_fused(*attended), None)
+
+        output = self.to_out(rearrange(output, "b heads (h w) d -> b (heads d) h w", h=x.shape[-2]))
+        output = output.contiguous(memory_format=_layout(x))
+        return (output, weights) if return_weights else output
+
+
+def _weighed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` over split heads, with the masks of multi_head_attention."""
+    return attention(query, key, value, None if mask is None else _four_axes(mask), dropout)
+
+
+def _pixels_last(x: Tensor) -> Tensor:
+    """The map with each pixel's channels side by side, so that a head's view of it has the stride fast kernels want."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    """The memory format that x is in; contiguous for one that is in neither."""
+    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        return torch.channels_last
+    return torch.contiguous_format
