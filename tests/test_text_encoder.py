@@ -1,0 +1,76 @@
+"""The text encoders: padding plays no part, the pooled output is the masked mean, the frozen one stays frozen."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import BertConfig, BertModel
+
+from unet_attn.text_encoder import PretrainedText, TextEncoder
+
+
+@pytest.fixture
+def encoder() -> TextEncoder:
+    torch.manual_seed(0)
+    return TextEncoder(vocab_size=31, dim=12, depth=2, heads=3, max_length=11)
+
+
+def test_padding_changes_nothing_of_the_real_tokens(encoder: TextEncoder) -> None:
+    ids, mask = torch.randint(0, 31, (2, 7)), torch.tensor([[1] * 7, [1] * 3 + [0] * 4])
+    output = encoder(ids, mask)
+    alone = encoder(ids[1:, :3], mask[1:, :3])
+
+    assert output.last_hidden_state.shape == (2, 7, 12) and encoder.output_dim == 12
+    assert_close(output.last_hidden_state[1:, :3], alone.last_hidden_state, atol=1e-5, rtol=1e-5)
+    assert_close(output.pooler_output[1:], alone.pooler_output, atol=1e-5, rtol=1e-5)
+
+
+def test_the_pooled_output_is_the_mean_of_the_real_tokens(encoder: TextEncoder) -> None:
+    output = encoder(torch.randint(0, 31, (1, 5)), torch.tensor([[1, 1, 0, 0, 0]]))
+    assert_close(output.pooler_output, output.last_hidden_state[:, :2].mean(1))
+
+
+def test_the_order_of_words_matters(encoder: TextEncoder) -> None:
+    output = encoder(torch.tensor([[3, 5, 7], [7, 5, 3]]))
+    assert not torch.allclose(output.pooler_output[0], output.pooler_output[1], atol=1e-3)
+
+
+def test_more_tokens_than_positions_are_refused(encoder: TextEncoder) -> None:
+    with pytest.raises(ValueError, match=r"12 tokens.*max_length 11"):
+        encoder(torch.zeros(1, 12, dtype=torch.long))
+
+
+def test_saving_and_loading_keep_the_output(encoder: TextEncoder, tmp_path) -> None:
+    encoder.save_pretrained(tmp_path)
+    ids = torch.randint(0, 31, (2, 5))
+    loaded = TextEncoder.from_pretrained(tmp_path)
+    assert_close(loaded(ids).last_hidden_state, encoder(ids).last_hidden_state, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def bert_folder(tmp_path):
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=31, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_a_pretrained_model_gives_its_own_hidden_states_and_stays_frozen(bert_folder) -> None:
+    encoder = PretrainedText(str(bert_folder))
+    ids, mask = torch.randint(0, 31, (2, 5)), torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])
+    expected = BertModel.from_pretrained(bert_folder).eval()(ids, mask).last_hidden_state
+
+    encoder.train()
+    output = encoder(ids, mask)
+    assert_close(output.last_hidden_state, expected)
+    assert_close(output.pooler_output[1], expected[1, :2].mean(0))
+    assert encoder.output_dim == 8 and not encoder.training
+    assert not any(p.requires_grad for p in encoder.parameters())
+
+
+def test_a_saved_pretrained_encoder_loads_where_its_source_is_gone(bert_folder, tmp_path) -> None:
+    encoder = PretrainedText(str(bert_folder))
+    encoder.save_pretrained(tmp_path / "saved")
+    bert_folder.rename(tmp_path / "elsewhere")
+    loaded = PretrainedText.from_pretrained(tmp_path / "saved")
+    ids = torch.randint(0, 31, (1, 4))
+    assert_close(loaded(ids).last_hidden_state, encoder(ids).last_hidden_state, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,95 @@
+"""Captions to vectors: a small encoder trained with the U-Net, or a frozen text model of transformers.
+
+Both are called as `encoder(input_ids, attention_mask)` and give `last_hidden_state` (B, N, D), which the U-Net
+cross-attends to, and `pooler_output` (B, D), its mean over the real tokens. B batch, N tokens, D = `output_dim`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.utils import BaseOutput
+from torch import Tensor, nn
+
+from unet_attn.transformer import EncoderLayer, TokenEmbedding, masked_mean
+
+
+@dataclass
+class TextEncoderOutput(BaseOutput):
+    """last_hidden_state: (B, N, D); pooler_output: (B, D)."""
+
+    last_hidden_state: Tensor
+    pooler_output: Tensor
+
+
+class TextEncoder(ModelMixin, ConfigMixin):
+    """A pre-norm Transformer encoder over token ids, made to be trained from scratch on a person's own captions."""
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int = 128,
+        depth: int = 2,
+        heads: int = 4,
+        max_length: int = 32,
+        format_version: int = 1,
+    ) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(vocab_size, dim, max_length)
+        self.layers = nn.ModuleList(EncoderLayer(dim, heads, 4 * dim) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+
+    @property
+    def output_dim(self) -> int:
+        """Width of the vectors it gives."""
+        return self.config.dim
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> TextEncoderOutput:
+        """input_ids: (B, N) integers; attention_mask: (B, N), non-zero = a real token.
+
+        Raises ValueError if N exceeds max_length.
+        """
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x, attention_mask)
+        x = self.norm(x)
+        return TextEncoderOutput(last_hidden_state=x, pooler_output=masked_mean(x, attention_mask))
+
+
+class PretrainedText(ModelMixin, ConfigMixin):
+    """A frozen text model of transformers in the small encoder's place.
+
+    path: a folder or hub id that transformers' AutoModel reads. The model's weights are saved with the pipeline, but
+    they are not trained: their gradients are off and the model stays in evaluation mode.
+    """
+
+    @register_to_config
+    def __init__(self, path: str, model_config: dict | None = None, format_version: int = 1) -> None:
+        super().__init__()
+        from transformers import AutoConfig, AutoModel
+
+        if model_config is None:
+            self.model = AutoModel.from_pretrained(path)
+            # with its configuration kept, a saved pipeline loads where `path` does not exist
+            self.register_to_config(model_config=self.model.config.to_dict())
+        else:
+            self.model = AutoModel.from_config(AutoConfig.for_model(**model_config))
+        self.requires_grad_(False)
+        self.eval()
+
+    @property
+    def output_dim(self) -> int:
+        """Width of the vectors it gives."""
+        return self.model.config.hidden_size
+
+    def train(self, mode: bool = True) -> "PretrainedText":
+        """Stays in evaluation mode: a frozen model with dropout would give a caption another meaning each time."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> TextEncoderOutput:
+        """input_ids: (B, N) integers; attention_mask: (B, N), non-zero = a real token."""
+        x = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return TextEncoderOutput(last_hidden_state=x, pooler_output=masked_mean(x, attention_mask))

@@ -1,0 +1,170 @@
+"""AttnUNet2D: a U-Net for diffusion, with query/key/value attention at the levels that the config names.
+
+    sample -> patches -> conv_in -> down: level 0, 1, 2, ... -> mid -> up: ..., 2, 1, 0 -> conv_out -> pixels
+                                       |________________ skips ___________|
+
+A level is residual blocks and, where `attention_levels` names it, self-attention and attention to the text after each.
+From one level to the next the map's sides halve.
+Letters: B batch, C channels, H W sides in pixels, N tokens, D width of the text, E width of the embedding.
+Sources: Ho et al. 2020, https://arxiv.org/abs/2006.11239; Rombach et al. 2022, https://arxiv.org/abs/2112.10752 (text).
+"""
+
+import torch
+import torch.nn.functional as F
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.models.unets.unet_2d import UNet2DOutput
+from torch import Tensor, nn
+
+from unet_attn.blocks import TimeEmbedding, UNetLayer, group_norm, zero_init
+from unet_attn.transformer import masked_mean
+
+
+class AttnUNet2D(ModelMixin, ConfigMixin):
+    """Predicts noise, velocity or the clean picture from a noisy one, a time and a text.
+
+    sample_size: side in pixels that the pipeline samples by default (any that downsample_factor divides can be asked
+    for); block_channels: channels of each level; layers_per_block: layers of a level going down, one more going up;
+    attention_levels: which levels attend, 0 = the highest resolution; dim_head: width of an attention head;
+    context_dim: width of the text, None = no text; patch_size: side of the squares of pixels folded into channels,
+    which makes the whole network cheaper by its square.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        sample_size: int = 32,
+        in_channels: int = 3,
+        out_channels: int = 3,
+        block_channels: tuple[int, ...] = (32, 64, 128),
+        layers_per_block: int = 1,
+        attention_levels: tuple[int, ...] = (2,),
+        dim_head: int = 32,
+        context_dim: int | None = None,
+        patch_size: int = 1,
+        format_version: int = 1,
+    ) -> None:
+        super().__init__()
+        self._check_config()
+        embedding_dim = 4 * block_channels[0]
+        self.time_embedding = TimeEmbedding(block_channels[0], embedding_dim)
+        self.text_embedding = None if context_dim is None else nn.Linear(context_dim, embedding_dim)
+
+        def layer(in_channels: int, level: int) -> UNetLayer:
+            head = dim_head if level in attention_levels else None
+            return UNetLayer(in_channels, block_channels[level], embedding_dim, head, context_dim)
+
+        channels = block_channels[0]
+        self.conv_in = nn.Conv2d(in_channels * patch_size**2, channels, 3, padding=1)
+
+        skips = []
+        self.down = nn.ModuleDict()
+        for level in range(len(block_channels)):
+            skips.append(channels)
+            self.down[self._key(level)] = layers = nn.ModuleList()
+            for _ in range(layers_per_block):
+                layers.append(layer(channels, level))
+                channels = block_channels[level]
+                skips.append(channels)
+
+        self.mid = layer(channels, len(block_channels) - 1)
+
+        self.up = nn.ModuleDict()
+        for level in reversed(range(len(block_channels))):
+            self.up[self._key(level)] = layers = nn.ModuleList()
+            for _ in range(layers_per_block + 1):
+                layers.append(layer(channels + skips.pop(), level))
+                channels = block_channels[level]
+
+        self.norm_out = group_norm(channels)
+        self.conv_out = zero_init(nn.Conv2d(channels, out_channels * patch_size**2, 3, padding=1))
+
+    @property
+    def downsample_factor(self) -> int:
+        """Height and width of a sample must be multiples of it."""
+        return self.config.patch_size * 2 ** (len(self.config.block_channels) - 1)
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor | float,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        return_dict: bool = True,
+    ) -> UNet2DOutput | tuple[Tensor]:
+        """sample: (B, C, H, W); timestep: one number or (B,), in 0 .. 1000; encoder_hidden_states: (B, N, D);
+        encoder_attention_mask: (B, N), non-zero = a real token.
+
+        Returns the prediction (B, out_channels, H, W) as `.sample`, or in a tuple without return_dict.
+        Raises ValueError, before any compute, if a size does not fit, or text is missing or not expected.
+        """
+        self._check_inputs(sample, encoder_hidden_states, encoder_attention_mask)
+        context, context_mask = encoder_hidden_states, encoder_attention_mask
+
+        timestep = torch.as_tensor(timestep, device=sample.device).reshape(-1).expand(sample.shape[0])
+        embedding = self.time_embedding(timestep)
+        if context is not None:
+            embedding = embedding + self.text_embedding(masked_mean(context, context_mask))
+        embedding = F.silu(embedding)
+
+        x = self.conv_in(F.pixel_unshuffle(sample, self.config.patch_size))
+
+        skips = []
+        for level, layers in enumerate(self.down.values()):
+            x = F.avg_pool2d(x, 2) if level else x
+            skips.append(x)
+            for layer in layers:
+                x = layer(x, embedding, context, context_mask)
+                skips.append(x)
+
+        x = self.mid(x, embedding, context, context_mask)
+
+        for level, layers in enumerate(self.up.values()):
+            x = F.interpolate(x, scale_factor=2.0, mode="nearest") if level else x
+            for layer in layers:
+                x = layer(torch.cat([x, skips.pop()], dim=1), embedding, context, context_mask)
+
+        x = F.pixel_shuffle(self.conv_out(F.silu(self.norm_out(x))), self.config.patch_size)
+        return UNet2DOutput(sample=x) if return_dict else (x,)
+
+    def _key(self, level: int) -> str:
+        """A level's name in the state dict: the side of its map at sample_size."""
+        side = self.config.sample_size // (self.config.patch_size * 2**level)
+        return f"{side}x{side}"
+
+    def _check_config(self) -> None:
+        levels = len(self.config.block_channels)
+        if not levels or self.config.layers_per_block < 1 or self.config.patch_size < 1:
+            raise ValueError("unet needs at least one level in block_channels, one layer per block and patch_size 1")
+        unknown = [level for level in self.config.attention_levels if level not in range(levels)]
+        if unknown:
+            raise ValueError(
+                f"unet.attention_levels must lie in 0..{levels - 1}, as block_channels has {levels}, got {unknown}"
+            )
+        if self.config.sample_size % self.downsample_factor or self.config.sample_size < 1:
+            raise ValueError(
+                f"unet.sample_size must be a multiple of {self.downsample_factor} "
+                f"(patch_size times 2 for each level after the first), got {self.config.sample_size}"
+            )
+
+    def _check_inputs(self, sample: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
+        if sample.ndim != 4 or sample.shape[1] != self.config.in_channels:
+            raise ValueError(f"sample must be (B, {self.config.in_channels}, H, W), got {tuple(sample.shape)}")
+        for name, side in (("height", sample.shape[2]), ("width", sample.shape[3])):
+            if side % self.downsample_factor:
+                raise ValueError(f"{name} must be a multiple of {self.downsample_factor}, got {side}")
+        if (context is None) != (self.config.context_dim is None):
+            wanted = "no text" if self.config.context_dim is None else "encoder_hidden_states"
+            raise ValueError(f"this U-Net was made with context_dim={self.config.context_dim}: give it {wanted}")
+        if context is None:
+            return
+        if context.ndim != 3 or context.shape[2] != self.config.context_dim:
+            raise ValueError(
+                f"encoder_hidden_states must be (B, N, {self.config.context_dim}), got {tuple(context.shape)}"
+            )
+        if context_mask is not None and context_mask.ndim != 2:
+            raise ValueError(f"encoder_attention_mask must be (B, N), got {tuple(context_mask.shape)}")
+        if context_mask is not None and context_mask.shape[1] != context.shape[1]:
+            raise ValueError(
+                f"encoder_attention_mask is for {context_mask.shape[1]} tokens, but there are {context.shape[1]}"
+            )
