@@ -1,0 +1,234 @@
+"""Pictures and captions are found wherever people keep them, and what is wrong is said with file, line and byte."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from unet_attn.sources import DataError, Found, find_pictures
+
+
+def put(folder: Path, *names: str) -> None:
+    """Write small pictures of these names; the bytes are PNG whatever the extension says."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (5, 3), 200).save(path, "PNG")
+
+
+def captions(found: Found, folder: Path) -> dict[str, list[str]]:
+    return {p.relative_to(folder).as_posix(): c for p, c in zip(found.paths, found.captions, strict=True)}
+
+
+def reasons(found: Found) -> list[str]:
+    return [f"{fault.path.name}: {fault.reason}" for fault in found.faults]
+
+
+def jsonl(folder: Path, *lines: object) -> None:
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (folder / "metadata.jsonl").write_text(text, encoding="utf-8")
+
+
+def test_unicode_spaces_and_dots_in_names_pair_with_their_own_captions(tmp_path: Path) -> None:
+    folder = tmp_path / "my pictures"
+    names = ["猫 1", "naïve é", "a b (2)", "x.y.z"]
+    put(folder, *(f"{name}.png" for name in names))
+    for name in names:
+        (folder / f"{name}.txt").write_text(f"caption of {name}", encoding="utf-8")
+    (folder / "x.txt").write_text("not for x.y.z")
+    assert captions(find_pictures(folder), folder) == {f"{name}.png": [f"caption of {name}"] for name in names}
+
+
+def test_a_caption_named_by_another_unicode_form_is_found(tmp_path: Path) -> None:
+    put(tmp_path, "cafe\u0301.png")  # as macOS writes it
+    (tmp_path / "caf\u00e9.txt").write_text("a cup")
+    assert find_pictures(tmp_path).captions == [["a cup"]]
+
+
+def test_extensions_of_pictures_and_captions_match_in_any_case(tmp_path: Path) -> None:
+    put(tmp_path, "a.JPG", "b.JPEG", "c.PNG", "d.WebP", "e.bmp")
+    for name in ("a.txt", "b.TXT", "c.Txt", "D.txt"):
+        (tmp_path / name).write_text(name[0])
+    assert captions(find_pictures(tmp_path), tmp_path) == {
+        "a.JPG": ["a"],
+        "b.JPEG": ["b"],
+        "c.PNG": ["c"],
+        "d.WebP": [],  # the case of the name itself counts
+        "e.bmp": [],
+    }
+
+
+@pytest.mark.parametrize("extension", ["caption", ".caption", ".CAPTION"])
+def test_the_caption_extension_works_with_and_without_its_dot(tmp_path: Path, extension: str) -> None:
+    put(tmp_path, "a.png", "b.png")
+    (tmp_path / "a.caption").write_text("one")
+    (tmp_path / "b.caption").write_text("two")
+    assert find_pictures(tmp_path, extension).captions == [["one"], ["two"]]
+
+
+def test_captions_with_another_extension_are_pointed_out(tmp_path: Path) -> None:
+    put(tmp_path, "x/a.png", "y/b.png")
+    (tmp_path / "x/a.caption").write_text("one")
+    found = find_pictures(tmp_path)
+    assert found.captions == [[], []], "folder names must not stand in for captions that are there"
+    assert any("set caption_extension to .caption" in note for note in found.notes)
+
+
+def test_missing_empty_and_pictureless_folders_are_named_with_what_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("a")
+    (tmp_path / "file").write_text("a")
+    for name, what in [("gone", "does not exist"), ("empty", "among 0"), ("text", "among 1"), ("file", "not a folder")]:
+        with pytest.raises(DataError, match=rf"{name}.*0 pictures|{name}.*{what}") as error:
+            find_pictures(tmp_path / name)
+        assert what in str(error.value) and " 0 pictures" in str(error.value) and ".jpg" in str(error.value)
+
+
+def test_pictures_of_unreadable_formats_are_counted_by_name(tmp_path: Path) -> None:
+    (tmp_path / "IMG_1.HEIC").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"1 \.heic \(convert"):
+        find_pictures(tmp_path)
+    put(tmp_path, "a.png")
+    assert any("1 .heic" in note for note in find_pictures(tmp_path).notes)
+
+
+def test_nested_folders_are_searched_and_hidden_files_counted(tmp_path: Path) -> None:
+    put(tmp_path, "b.png", "1/2/3/a.png", ".hidden.png", "._b.png", ".trash/c.png", "__MACOSX/b.png")
+    (tmp_path / "Thumbs.db").write_bytes(b"x")
+    (tmp_path / "1/loop").symlink_to(tmp_path)
+    found = find_pictures(tmp_path)
+    assert [p.relative_to(tmp_path).as_posix() for p in found.paths] == ["1/2/3/a.png", "b.png"]
+    assert "3 hidden or system files ignored" in found.notes
+
+
+def test_a_byte_order_mark_and_line_breaks_are_no_part_of_a_caption(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "b.png")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa cat's\r\nhat \r\n")
+    (tmp_path / "b.txt").write_bytes(b" \r\n")
+    assert find_pictures(tmp_path).captions == [["a cat's hat"], []]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"a cat\x92s hat", r"not UTF-8 at byte 5 \(0x92\)"),
+        (b"\xef\xbb\xbfa cat\x92s hat", r"not UTF-8 at byte 8 \(0x92\)"),
+        ("a hat".encode("utf-16"), "UTF-16"),
+        ("a hat".encode("utf-16-le"), "zero byte at byte 1"),
+        (b"x" * (1 << 20) + b"x", "no caption"),
+    ],
+)
+def test_a_caption_in_another_encoding_is_a_fault_with_file_and_byte(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    put(tmp_path, "a.png", "b.png")
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "b.txt").write_text("good")
+    found = find_pictures(tmp_path)
+    assert captions(found, tmp_path) == {"b.png": ["good"]}
+    assert re.match(rf"a\.txt: .*{reason}", reasons(found)[0])
+
+
+def test_metadata_rows_give_one_or_several_captions(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "sub/b.png", "c.png", "d.png")
+    jsonl(
+        tmp_path,
+        {"file_name": "a.png", "text": "one"},
+        {"file_name": "sub/b.png", "text": ["two", " ", "three\n"]},
+        {"file_name": "d.png", "text": None},
+        {"file_name": "a.png", "text": "uno"},
+        "",
+    )
+    found = find_pictures(tmp_path)
+    assert captions(found, tmp_path) == {
+        "a.png": ["one", "uno"],
+        "c.png": [],
+        "d.png": [],
+        "sub/b.png": ["two", "three"],
+    }
+    assert found.kind == "metadata.jsonl" and not found.faults
+
+
+def test_each_flaw_of_a_metadata_file_is_reported_with_its_line(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "b.png", "c.png")
+    jsonl(
+        tmp_path,
+        {"file_name": "gone.png", "text": "missing file"},
+        {"file_name": "train/a.png", "text": "the file lies beside"},
+        "",
+        '{"file_name": "b.png", "text": "broken',
+        {"file_name": "c.png", "text": 3},
+        {"text": "no name"},
+        "[1, 2]",
+        {"file_name": "b.png", "text": "good"},
+    )
+    found = find_pictures(tmp_path)
+    assert captions(found, tmp_path) == {"a.png": [], "b.png": ["good"], "c.png": []}
+    expected = ["line 1: no file gone.png", 'line 2: .* write "file_name": "a.png"', "line 4: broken JSON"]
+    expected += ["line 5: text must be", "line 6: file_name must be a path", "line 7: expected"]
+    assert len(reasons(found)) == len(expected)
+    for reason, pattern in zip(reasons(found), expected, strict=True):
+        assert re.match(f"metadata.jsonl: {pattern}", reason)
+    assert any("1 blank lines ignored, the first is line 3" in note for note in found.notes)
+
+
+def test_a_misnamed_metadata_file_is_pointed_out(tmp_path: Path) -> None:
+    put(tmp_path, "a.png")
+    (tmp_path / "metadata.json").write_text("[]")
+    assert any(
+        "metadata.json is not read: a metadata file is called metadata.jsonl" in n
+        for n in find_pictures(tmp_path).notes
+    )
+
+
+def test_metadata_paths_with_backslashes_or_dots_are_understood_and_outside_ones_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    put(folder, "sub/a.png", "b.png")
+    put(tmp_path, "out.png")
+    jsonl(
+        folder,
+        {"file_name": "sub\\a.png", "text": "one"},
+        {"file_name": "./sub/../b.png", "text": "two"},
+        {"file_name": "../out.png", "text": "three"},
+    )
+    found = find_pictures(folder)
+    assert found.captions == [["two"], ["one"]]
+    assert len(found.faults) == 1 and "line 3: ../out.png is not a picture below" in reasons(found)[0]
+
+
+def test_csv_metadata_is_read_and_its_flaws_named(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "b.png", "c.png")
+    table = tmp_path / "metadata.csv"
+    table.write_bytes(b'\xef\xbb\xbffile_name,text\r\na.png,"one, and\r\n two"\r\nb.png,cut,here\r\nc.png\r\n')
+    found = find_pictures(tmp_path)
+    assert captions(found, tmp_path) == {"a.png": ["one, and two"], "b.png": [], "c.png": []}
+    assert len(found.faults) == 1 and "line 4: more cells than columns" in reasons(found)[0]
+    table.write_text("file;text\na.png;one\n")
+    assert "has no column file_name; its first line is 'file;text'" in reasons(find_pictures(tmp_path))[0]
+
+
+def test_a_metadata_row_goes_before_a_text_file_and_both_are_named(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "b.png")
+    (tmp_path / "a.txt").write_text("from the text file")
+    (tmp_path / "b.txt").write_text("from the text file")
+    jsonl(tmp_path, {"file_name": "a.png", "text": "from the row"})
+    found = find_pictures(tmp_path)
+    assert found.captions == [["from the row"], ["from the text file"]]
+    assert found.kind == "metadata.jsonl and .txt files"
+
+
+def test_class_folders_give_their_names_as_captions(tmp_path: Path) -> None:
+    put(tmp_path, "train/sea_lion/1.png", "train/polar-bear/1.png", "train/polar-bear/2.png")
+    found = find_pictures(tmp_path)
+    assert found.captions == [["polar bear"], ["polar bear"], ["sea lion"]]
+    assert found.kind == "the names of 2 folders"
+
+
+def test_one_folder_or_pictures_at_the_top_are_no_classes(tmp_path: Path) -> None:
+    put(tmp_path, "only/1.png", "only/2.png")
+    assert find_pictures(tmp_path).captions == [[], []]
+    put(tmp_path, "top.png", "other/3.png")
+    assert not any(find_pictures(tmp_path).captions)

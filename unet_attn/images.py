@@ -1,0 +1,219 @@
+"""From a picture file to pixels: the one way in which this project decodes, scales and crops.
+
+`load_image` is used wherever a picture comes from a file, so that training, inspection and evaluation see the same
+pixels; `to_tensor` is what the network gets.
+"""
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image, ImageColor, UnidentifiedImageError, features
+from torch import Tensor
+
+from unet_attn.sources import DataError, shown
+
+# Formats by content, whatever the file is called. EPS and PDF would start programs, TGA accepts nearly any bytes.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000") + (
+    ("AVIF",) if features.check("avif") else ()
+)
+# EXIF orientation (tag 0x0112) -> what makes the picture upright; 1 and anything unknown is upright already.
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+MAX_ASPECT = 16  # of a longer strip, random crops come from the middle: bounds the memory of a 1 x 1,000,000 picture
+
+Crop = Literal["center", "random"]
+
+
+class ImageError(DataError):
+    """A picture that cannot be decoded; `reason` is the message without the file's name."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.reason = reason
+
+
+# ---- decoding
+
+
+def load_image(
+    source: str | Path | BinaryIO, *, channels: int = 3, background: str = "white", max_pixels: int | None = None
+) -> Image.Image:
+    """Decode a picture: upright, without transparency, 8 bit, grey or colour.
+
+    channels: 1 gives mode "L", 3 gives "RGB". EXIF orientation is applied; transparent pixels show `background` (any
+    CSS colour); 16-bit grey is scaled from 0..65535 to 0..255; of an animation the first frame is taken. A picture of
+    more than `max_pixels` (None: Pillow's limit against decompression bombs) is refused.
+    Raises ImageError, which names the file, if there is no complete picture of that kind in it.
+    """
+    name = shown(Path(source)) if isinstance(source, (str, Path)) else getattr(source, "name", "picture")
+    colour = background_colour(background)
+    if channels not in (1, 3):
+        raise ValueError(f"channels must be 1 (grey) or 3 (colour), got {channels}")
+    try:
+        if not isinstance(source, (str, Path)):
+            return _decode(source, channels, colour, max_pixels)
+        if not stat.S_ISREG(os.stat(source).st_mode):  # opening a pipe would wait for ever
+            raise _Unusable("is not a regular file")
+        with open(source, "rb") as file:
+            return _decode(file, channels, colour, max_pixels)
+    except Exception as error:  # decoders raise nearly everything on damaged files
+        raise ImageError(str(name), _reason(error)) from error
+
+
+class _Unusable(Exception):
+    """Says in plain words why a file is no picture for us."""
+
+
+def background_colour(background: str) -> tuple[int, int, int]:
+    """(red, green, blue) of a CSS colour: a name, #rrggbb, rgb(...), hsl(...). Raises ValueError naming what came."""
+    try:
+        return ImageColor.getrgb(background)[:3]
+    except ValueError:
+        raise ValueError(f'background must be a colour such as "white" or "#80a0ff", got {background!r}') from None
+
+
+def _decode(file: BinaryIO, channels: int, colour: tuple[int, int, int], max_pixels: int | None) -> Image.Image:
+    file.seek(0)
+    head = file.read(32)
+    file.seek(0)
+    if not head:
+        raise _Unusable("the file is empty")
+    with _pixel_limit(max_pixels) as limit:
+        try:
+            image = Image.open(file, formats=FORMATS)
+        except UnidentifiedImageError:
+            raise _Unusable(f"is not a picture (it begins with {head[:16]!r})") from None
+        if image.width * image.height > limit:
+            raise _Unusable(f"has {image.width} x {image.height} pixels, more than max_pixels {limit}")
+        image.load()  # raises on a truncated file: LOAD_TRUNCATED_IMAGES, which trains on grey smear, is never set here
+    image = _flatten(image, colour)
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+_limit_lock = threading.Lock()
+
+
+@contextmanager
+def _pixel_limit(max_pixels: int | None) -> Iterator[float]:
+    """The number of pixels to accept. Pillow's own guard stays on, raised for the moment if the user asks for more."""
+    standard = Image.MAX_IMAGE_PIXELS
+    if standard is None or max_pixels is None or max_pixels <= standard:
+        yield min(limit for limit in (standard, max_pixels, float("inf")) if limit is not None)
+        return
+    with _limit_lock:  # the guard is a global of Pillow
+        Image.MAX_IMAGE_PIXELS = max_pixels
+        try:
+            yield max_pixels
+        finally:
+            Image.MAX_IMAGE_PIXELS = standard
+
+
+def _flatten(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
+    """Upright, 8 bit per channel, transparency composited on `colour`; the mode is any that converts to L and RGB."""
+    orientation = _orientation(image)
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        image = _from_16_bit(image)
+    elif image.mode in ("I", "F"):
+        raise _Unusable(f"has 32-bit {'integer' if image.mode == 'I' else 'float'} pixels, whose range no one knows")
+    if image.has_transparency_data:
+        canvas = Image.new("RGBA", image.size, (*colour, 255))
+        canvas.alpha_composite(image.convert("RGBA"))
+        image = canvas.convert("RGB")
+    return image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
+
+
+def _orientation(image: Image.Image) -> object:
+    """The EXIF orientation after loading (formats that turn the pixels themselves have removed it by then)."""
+    try:
+        return image.getexif().get(0x0112)
+    except Exception:  # damaged EXIF data: the pixels are good, take them as they lie
+        return None
+
+
+def _from_16_bit(image: Image.Image) -> Image.Image:
+    """0..65535 to 0..255, rounded (257 = 65535 / 255); Pillow's own conversion would clip at 255."""
+    pixels = np.asarray(image).astype(np.int64)
+    grey = Image.fromarray(((np.clip(pixels, 0, 65535) + 128) // 257).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):  # PNG: one grey value stands for "nothing here"
+        grey.putalpha(Image.fromarray(np.where(pixels == transparent, 0, 255).astype(np.uint8)))
+    return grey
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.DecompressionBombError):
+        return "has too many pixels (a decompression bomb?); max_pixels sets the limit"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, (_Unusable, OSError)) else f"cannot be decoded ({type(error).__name__}: {text})"
+
+
+# ---- from a decoded picture to what the network sees
+
+
+def to_tensor(image: Image.Image | np.ndarray) -> Tensor:
+    """A picture, or its uint8 pixels (H, W) or (H, W, C), as float32 (C, H, W): black exactly -1, white exactly +1."""
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
+        raise ValueError(f"expected uint8 pixels (H, W) or (H, W, C), got {pixels.dtype} {pixels.shape}")
+    return scaled(channels_first(pixels))
+
+
+def channels_first(pixels: np.ndarray) -> np.ndarray:
+    return pixels[None] if pixels.ndim == 2 else rearrange(pixels, "h w c -> c h w")
+
+
+def scaled(pixels: np.ndarray) -> Tensor:
+    """uint8 (C, H, W) to float32 in [-1, 1]: 0 / 127.5 - 1 = -1 and 255 / 127.5 - 1 = 1, both exact."""
+    return torch.tensor(pixels, dtype=torch.float32).div_(127.5).sub_(1.0)
+
+
+def resize_and_crop(
+    image: Image.Image, resolution: int, crop: Crop = "center", generator: torch.Generator | None = None
+) -> Image.Image:
+    """Scale the shorter side to `resolution` with antialiasing, then cut resolution x resolution out of the longer one.
+
+    crop: "center" or "random"; random places come from `generator`, and are the centre if there is none.
+    """
+    strip = fit(image, resolution, crop)
+    left, top = corner(strip.width, strip.height, resolution, generator)
+    return strip.crop((left, top, left + resolution, top + resolution))
+
+
+def fit(image: Image.Image, resolution: int, crop: Crop) -> Image.Image:
+    """The shorter side scaled to `resolution`; the longer one cut to the same in the middle unless crops are random.
+
+    Bicubic with antialiasing, as Parmar et al. 2022 (On Aliased Resizing) ask of pictures that are compared by a score.
+    """
+    short = min(image.size)
+    aspect = 1 if crop == "center" else MAX_ASPECT
+    width, height = (min(side, aspect * short) for side in image.size)
+    left, top = (image.width - width) / 2, (image.height - height) / 2
+    size = (max(resolution, round(width * resolution / short)), max(resolution, round(height * resolution / short)))
+    if image.size == size:
+        return image
+    return image.resize(size, Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
+
+
+def corner(width: int, height: int, resolution: int, generator: torch.Generator | None) -> tuple[int, int]:
+    """Left and top of the square to cut out of a fitted picture."""
+    if generator is None or width == height:
+        return (width - resolution) // 2, (height - resolution) // 2
+    across = torch.rand(2, generator=generator).tolist()
+    return int(across[0] * (width - resolution + 1)), int(across[1] * (height - resolution + 1))
