@@ -1,0 +1,1 @@
+"""Pipelines in diffusers' manner; each is imported by its own name, so that nothing heavy is imported here."""

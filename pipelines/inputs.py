@@ -1,0 +1,155 @@
+"""What every pipeline does at its door: checks of the caller's arguments, and pictures out of tensors.
+
+Each check raises a ValueError of one line that names the argument, what was expected and what came.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite
+
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image
+from torch import Tensor, nn
+
+OUTPUT_TYPES = ("pil", "np", "pt")
+PIL_MODES = {1: "L", 3: "RGB"}
+
+
+def check_prompts(prompt: str | list[str] | None, *, has_text: bool) -> list[str]:
+    """The prompts as a list; of a model without text, one empty prompt."""
+    if not has_text:
+        if prompt is not None:
+            raise ValueError("this model was trained without text: call it with prompt=None")
+        return [""]
+    if prompt is None:
+        raise ValueError("this model needs a prompt; the empty caption is prompt=''")
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError(f"prompt must be a string or a non-empty list of strings, got {_describe(prompt)}")
+    for text in prompts:
+        if not isinstance(text, str):
+            raise ValueError(f"prompt must be a string or a list of strings, got a list with {_describe(text)}")
+    return prompts
+
+
+def check_negative_prompts(negative_prompt: str | list[str] | None, *, prompts: int, has_text: bool) -> list[str]:
+    """One negative prompt for each of the prompts: a single one is for all, None is the empty caption."""
+    if negative_prompt is None:
+        return [""] * prompts
+    if not has_text:
+        raise ValueError("this model was trained without text: it takes no negative_prompt")
+    if isinstance(negative_prompt, str):
+        return [negative_prompt] * prompts
+    if not isinstance(negative_prompt, list) or not all(isinstance(text, str) for text in negative_prompt):
+        raise ValueError(f"negative_prompt must be a string or a list of strings, got {_describe(negative_prompt)}")
+    if len(negative_prompt) != prompts:
+        raise ValueError(
+            f"there are {len(negative_prompt)} negative prompts for {prompts} prompts: give one, or one each"
+        )
+    return negative_prompt
+
+
+def check_count(name: str, value: int) -> int:
+    """A whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def check_number(name: str, value: float) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def check_steps(steps: int, trained_steps: int) -> int:
+    """A number of inference steps that the schedule holds."""
+    if check_count("num_inference_steps", steps) > trained_steps:
+        raise ValueError(f"num_inference_steps must be at most {trained_steps}, the number trained with, got {steps}")
+    return steps
+
+
+def check_size(height: int, width: int, factor: int) -> tuple[int, int]:
+    """Sides in pixels that the U-Net can work at; another size is refused, never rounded."""
+    for name, side in (("height", height), ("width", width)):
+        if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % factor:
+            raise ValueError(
+                f"{name} must be a positive multiple of {factor} (the U-Net's downsample_factor), got {side!r}"
+            )
+    return height, width
+
+
+def check_output_type(output_type: str, channels: int) -> str:
+    """A known output type that can hold pictures of this many channels."""
+    if output_type not in OUTPUT_TYPES:
+        raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {output_type!r}")
+    if output_type == "pil" and channels not in PIL_MODES:
+        raise ValueError(f"output_type pil needs pictures of 1 or 3 channels, these have {channels}: use np or pt")
+    return output_type
+
+
+def check_generators(
+    generator: torch.Generator | list[torch.Generator] | None, *, pictures: int, device: torch.device
+) -> torch.Generator | list[torch.Generator] | None:
+    """None (torch's global one), one generator for all pictures, or one each, on the CPU or on the model's device."""
+    if generator is None:
+        return None
+    generators = generator if isinstance(generator, list) else [generator]
+    for each in generators:
+        if not isinstance(each, torch.Generator):
+            raise ValueError(f"generator must be a torch.Generator or a list of them, got {_describe(each)}")
+        if each.device.type not in ("cpu", device.type):
+            raise ValueError(f"a generator on {each.device} cannot draw for a model on {device}: use a CPU generator")
+    if isinstance(generator, list) and len(generator) != pictures:
+        raise ValueError(f"got {len(generator)} generators for {pictures} pictures: give one, or one per picture")
+    if len({each.device.type for each in generators}) > 1:
+        raise ValueError("the generators are on different devices: put all of them on the CPU")
+    return generator
+
+
+def check_finite(finite: Tensor) -> None:
+    """Refuse pictures that hold NaN or infinity, which would be saved as black. finite: (B,) bool."""
+    if not bool(finite.all()):
+        bad = (~finite).nonzero().flatten().tolist()
+        raise ValueError(
+            f"picture {', '.join(map(str, bad))} of {len(finite)} (counted from 0) came out as NaN or infinity: "
+            "the weights are broken, or the dtype is too narrow (try float32)"
+        )
+
+
+def to_output(pictures: Tensor, output_type: str) -> list[Image.Image] | np.ndarray | Tensor:
+    """Pictures in [-1, 1], clamped, as the caller wants them.
+
+    pictures: (B, C, H, W) finite. Returns for `pt` (B, C, H, W) and for `np` (B, H, W, C), both float32 in [0, 1], and
+    for `pil` a list of 8-bit pictures, grey ones in mode L.
+    """
+    unit = (pictures.float() / 2 + 0.5).clamp(0, 1)
+    if output_type == "pt":
+        return unit
+    array = rearrange(unit, "b c h w -> b h w c").cpu().numpy()
+    if output_type == "np":
+        return array
+    pixels = (array * 255).round().astype(np.uint8)
+    return [Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture) for picture in pixels]
+
+
+@contextmanager
+def evaluation_mode(*modules: nn.Module | None) -> Iterator[None]:
+    """Switch the modules to evaluation, and every one of their parts back to what it was, even when the body fails."""
+    before = {part: part.training for module in modules if module is not None for part in module.modules()}
+    try:
+        for module in modules:
+            if module is not None:
+                module.eval()
+        yield
+    finally:
+        for part, training in before.items():
+            part.training = training
+
+
+def _describe(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

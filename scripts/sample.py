@@ -1,0 +1,187 @@
+"""Sample pictures from a trained run.
+
+    python scripts/sample.py RUN --prompt "a heart" "cloud upload" --num_images 4 --seed 7 --out pictures
+
+Picture n of the call (prompts in order, --num_images of each) has the seed --seed + n, which stands in its file name
+and, with prompt, steps, scheduler, guidance and size, in its PNG metadata: each can be made again alone.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+DEFAULT_STEPS = 25
+WIDEST_GRID = 8  # pictures in a row
+
+
+class Request(NamedTuple):
+    """One picture to make."""
+
+    seed: int
+    prompt: str | None
+    negative_prompt: str
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder, or any saved pipeline")
+    parser.add_argument("--prompt", nargs="+", help="one or several captions; none for a model without text")
+    parser.add_argument("--negative_prompt", nargs="+", help="what to lead away from: one for all prompts, or one each")
+    parser.add_argument("--num_images", type=int, default=1, help="pictures per prompt (1)")
+    parser.add_argument("--steps", type=int, help=f"inference steps ({DEFAULT_STEPS})")
+    parser.add_argument("--guidance_scale", type=float, default=3.0, help="1 follows the prompt, more insists (3.0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first picture (0)")
+    parser.add_argument("--scheduler", metavar="NAME", help="a diffusers class (the run's own)")
+    parser.add_argument("--height", type=int, help="in pixels (as trained)")
+    parser.add_argument("--width", type=int, help="in pixels (as trained)")
+    parser.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (float32)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (cuda where there is one)")
+    parser.add_argument("--batch_size", type=int, default=16, help="pictures at a time (16)")
+    parser.add_argument("--out", type=Path, default=Path("samples"), help="folder for the pictures (samples)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        sample(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def sample(options: argparse.Namespace) -> None:
+    """Load, sample in batches, write."""
+    if not options.run.is_dir():
+        raise FileNotFoundError(f"{options.run} is no folder")
+    requests = picture_requests(options)
+    # imported here, so that --help and a wrong command line answer at once: diffusers takes seconds
+    import torch
+
+    from unet_attn.pipelines.grid import picture_grid
+    from unet_attn.pipelines.text_to_image import TextToImagePipeline
+
+    device = chosen_device(options.device)
+    pipeline = TextToImagePipeline.from_pretrained(options.run, dtype=options.dtype).to(device)
+    if options.scheduler is not None:
+        pipeline.scheduler = chosen_scheduler(options.scheduler, pipeline)
+    steps = chosen_steps(options.steps, pipeline.scheduler.config.num_train_timesteps)
+    has_text = pipeline.text_encoder is not None
+    settings = {
+        "steps": steps,
+        "scheduler": type(pipeline.scheduler).__name__,
+        "guidance_scale": options.guidance_scale,
+        "dtype": str(pipeline.unet.dtype).removeprefix("torch."),
+    }
+
+    images = []
+    for start in range(0, len(requests), options.batch_size):
+        batch = requests[start : start + options.batch_size]
+        pipeline.set_progress_bar_config(desc=f"pictures {start + 1}-{start + len(batch)} of {len(requests)}")
+        made = pipeline(
+            [request.prompt for request in batch] if has_text and options.prompt else options.prompt,
+            negative_prompt=[request.negative_prompt for request in batch] if options.negative_prompt else None,
+            num_images_per_prompt=1 if has_text else len(batch),
+            num_inference_steps=steps,
+            guidance_scale=options.guidance_scale,
+            height=options.height,
+            width=options.width,
+            # on the CPU whatever the device, so that a seed means the same noise everywhere
+            generator=[torch.Generator().manual_seed(request.seed) for request in batch],
+        ).images
+        options.out.mkdir(parents=True, exist_ok=True)
+        for request, image in zip(batch, made, strict=True):
+            write_picture(image, request, settings, options.out)
+        images += made
+
+    captions = [request.prompt or f"seed {request.seed}" for request in requests]
+    columns = options.num_images if 1 < options.num_images <= WIDEST_GRID else WIDEST_GRID
+    picture_grid(images, captions, columns).save(options.out / "grid.png")
+    print(f"wrote {len(images)} picture{'s' if len(images) > 1 else ''} and grid.png to {options.out}")
+
+
+def picture_requests(options: argparse.Namespace) -> list[Request]:
+    """Every picture asked for, with its seed. Raises ValueError for counts that do not fit."""
+    for name in ("num_images", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    prompts = options.prompt or [None]
+    negatives = options.negative_prompt or [""]
+    if len(negatives) not in (1, len(prompts)):
+        raise ValueError(f"got {len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
+    negatives = negatives * (len(prompts) if len(negatives) == 1 else 1)
+    if not 0 <= options.seed < 2**63 - len(prompts) * options.num_images:
+        raise ValueError(f"--seed must be a whole number from 0, got {options.seed}")
+    pairs = [pair for pair in zip(prompts, negatives, strict=True) for _ in range(options.num_images)]
+    return [Request(options.seed + number, *pair) for number, pair in enumerate(pairs)]
+
+
+def chosen_device(name: str | None) -> "torch.device":  # noqa: F821  torch is imported late
+    """The device asked for, or the best there is."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def chosen_scheduler(name: str, pipeline: "TextToImagePipeline") -> "SchedulerMixin":  # noqa: F821
+    """A scheduler of another class, made from the run's own."""
+    import diffusers
+
+    from unet_attn.objective import sampling_schedulers, scheduler_from_config
+
+    kind = pipeline.config.prediction_type
+    good = sampling_schedulers(kind)
+    if name not in good:
+        fault = f"cannot sample a {kind} model" if hasattr(diffusers, name) else "is unknown"
+        raise ValueError(f"--scheduler {name} {fault}; choose from {', '.join(good)}")
+    return scheduler_from_config(getattr(diffusers, name), pipeline.scheduler.config)
+
+
+def chosen_steps(asked: int | None, trained: int) -> int:
+    """The number of steps asked for; the default gives way to a model that was trained with fewer."""
+    if asked is not None:
+        return asked
+    if trained < DEFAULT_STEPS:
+        print(f"note: {trained} steps, as the model was trained with no more", file=sys.stderr)
+    return min(DEFAULT_STEPS, trained)
+
+
+def write_picture(image: "Image.Image", request: Request, settings: dict[str, object], folder: Path) -> None:  # noqa: F821
+    """Write a PNG that says how it was made."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    about = {
+        "seed": request.seed,
+        "prompt": request.prompt or "",
+        "negative_prompt": request.negative_prompt,
+        **settings,
+        "height": image.height,
+        "width": image.width,
+    }
+    for key, value in about.items():
+        info.add_text(key, str(value))
+    words = re.sub(r"\W+", "-", request.prompt or "").strip("-").lower()[:40]
+    path = folder / (f"{request.seed:05d}-{words}.png" if words else f"{request.seed:05d}.png")
+    image.save(path, pnginfo=info)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from unet_attn.pipelines.grid import GAP, picture_grid
+
+
+def test_pictures_stand_in_rows_and_are_enlarged_by_a_whole_factor():
+    colours = ["red", "lime", "blue", "black", "gray"]
+    images = [Image.new("RGB", (31, 47), colour) for colour in colours]
+    grid = picture_grid(images, ["one", "two", "three", "four", "five"], columns=3)
+    # 47 goes three times into more than 96
+    width, height = 93, 141
+    assert grid.mode == "RGB" and grid.width == 3 * (width + GAP) + GAP
+    pixels = np.asarray(grid)
+    row = (grid.height - GAP) // 2
+    for index, image in enumerate(images):
+        left, top = GAP + index % 3 * (width + GAP), GAP + index // 3 * row
+        cell = pixels[top : top + height, left : left + width]
+        assert (cell == np.asarray(image)[0, 0]).all()
+        caption = pixels[top + height : top + row - GAP, left : left + width]
+        assert (caption < 128).any() and (caption == 255).any()
+
+
+def test_grey_pictures_and_captions_of_any_script_and_length_fit():
+    images = [Image.new("L", (17, 17), 90)] * 3
+    grid = picture_grid(images, ["雲 ☁ naïve", "w" * 300 + " " + "many words " * 50, ""], columns=2)
+    assert np.asarray(grid)[GAP + 1, GAP + 1].tolist() == [90, 90, 90]
+    # nothing is written over the next picture or the margin
+    assert (np.asarray(grid)[:, -GAP:] == 255).all()
+
+
+@pytest.mark.parametrize(("images", "captions", "columns"), [(0, 0, 1), (2, 1, 1), (1, 1, 0)])
+def test_a_grid_that_cannot_be_laid_out_is_refused(images, captions, columns):
+    with pytest.raises(ValueError, match=f"a grid of {columns} columns cannot hold {images} pictures with {captions}"):
+        picture_grid([Image.new("L", (8, 8))] * images, ["a"] * captions, columns)

@@ -1,0 +1,162 @@
+"""scripts/sample.py as a user calls it."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from PIL import Image
+from pipeline_parts import scheduler_for, tiny_pipeline, tiny_unconditional, tiny_unet
+
+from unet_attn.pipelines.text_to_image import TextToImagePipeline
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "sample.py"
+spec = importlib.util.spec_from_file_location("sample_script", SCRIPT)
+sample_script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sample_script)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    tiny_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unconditional_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unconditional")
+    tiny_unconditional("epsilon", channels=1).save_pretrained(folder)
+    return folder
+
+
+def call(folder, out, *options):
+    return sample_script.main([str(folder), "--out", str(out), "--steps", "2", *options])
+
+
+def pictures(out):
+    return {path.name: path for path in sorted(out.glob("*.png")) if path.name != "grid.png"}
+
+
+def test_each_picture_has_its_own_seed_in_name_and_metadata_and_is_made_again_alone(run_folder, tmp_path):
+    prompts = ["--prompt", "A red heart!", "cloud 雲", "--negative_prompt", "blue"]
+    assert call(run_folder, tmp_path / "all", *prompts, "--num_images", "3", "--seed", "7", "--batch_size", "4") == 0
+    found = pictures(tmp_path / "all")
+    assert list(found) == [f"{7 + n:05d}-{'a-red-heart' if n < 3 else 'cloud-雲'}.png" for n in range(6)]
+    for number, path in enumerate(found.values()):
+        about = Image.open(path).text
+        assert about == {
+            "seed": str(7 + number),
+            "prompt": "A red heart!" if number < 3 else "cloud 雲",
+            "negative_prompt": "blue",
+            "steps": "2",
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+            "guidance_scale": "3.0",
+            "dtype": "float32",
+            "height": "12",
+            "width": "12",
+        }
+    about = Image.open(list(found.values())[4]).text
+    again = ["--prompt", about["prompt"], "--negative_prompt", about["negative_prompt"], "--seed", about["seed"]]
+    assert call(run_folder, tmp_path / "one", *again) == 0
+    (one,) = pictures(tmp_path / "one").values()
+    difference = np.asarray(Image.open(one)).astype(int) - np.asarray(Image.open(list(found.values())[4]))
+    assert np.abs(difference).max() <= 1
+    grid = Image.open(tmp_path / "all" / "grid.png")
+    assert grid.width == 3 * (96 + 6) + 6
+
+
+def test_two_processes_write_the_same_files(run_folder, tmp_path):
+    for name in ("first", "second"):
+        command = [sys.executable, str(SCRIPT), str(run_folder), "--prompt", "a heart", "--steps", "2"]
+        done = subprocess.run([*command, "--out", str(tmp_path / name)], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"wrote 1 picture and grid.png to {tmp_path / name}\n"
+    for first in (tmp_path / "first").iterdir():
+        assert first.read_bytes() == (tmp_path / "second" / first.name).read_bytes()
+
+
+def test_a_model_without_text_needs_no_prompt_and_writes_grey_pictures(unconditional_folder, tmp_path):
+    assert (
+        call(unconditional_folder, tmp_path, "--num_images", "3", "--height", "8", "--scheduler", "DDPMScheduler") == 0
+    )
+    found = pictures(tmp_path)
+    assert list(found) == ["00000.png", "00001.png", "00002.png"]
+    picture = Image.open(found["00001.png"])
+    assert picture.mode == "L" and picture.size == (12, 8) and picture.text["scheduler"] == "DDPMScheduler"
+
+
+def test_the_default_steps_give_way_to_a_model_trained_with_fewer(tmp_path, capsys):
+    scheduler = DDIMScheduler(num_train_timesteps=10)
+    TextToImagePipeline(tiny_unet(context_dim=None), scheduler).save_pretrained(tmp_path / "run")
+    assert sample_script.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert "note: 10 steps" in capsys.readouterr().err
+    assert Image.open(tmp_path / "out" / "00000.png").text["steps"] == "10"
+    assert call(tmp_path / "run", tmp_path / "out", "--steps", "11") == 2
+    assert "error: num_inference_steps must be at most 10" in capsys.readouterr().err
+
+
+def test_the_dtype_is_that_of_every_part(run_folder, tmp_path, monkeypatch):
+    seen = []
+    original = TextToImagePipeline.__call__
+
+    def spy(pipe, *arguments, **options):
+        seen.append((pipe.unet.dtype, pipe.text_encoder.dtype))
+        return original(pipe, *arguments, **options)
+
+    monkeypatch.setattr(TextToImagePipeline, "__call__", spy)
+    assert call(run_folder, tmp_path, "--prompt", "a", "--dtype", "bfloat16") == 0
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert next(iter(pictures(tmp_path).values())).name == "00000-a.png"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "this model needs a prompt"),
+        (["--prompt", "a", "--scheduler", "Nonsense"], "--scheduler Nonsense is unknown; choose from FlowMatchEuler"),
+        (
+            ["--prompt", "a", "--scheduler", "DEISMultistepScheduler"],
+            "cannot sample a flow model; choose from FlowMatch",
+        ),
+        (["--prompt", "a", "--scheduler", "DDIMScheduler"], "cannot sample a flow model"),
+        (["--prompt", "a", "--height", "33"], "height must be a positive multiple of 4"),
+        (["--prompt", "a", "--dtype", "int8"], "dtype must be"),
+        (["--prompt", "a", "--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["--prompt", "a", "--num_images", "0"], "--num_images must be at least 1, got 0"),
+        (["--prompt", "a", "--batch_size", "0"], "--batch_size must be at least 1"),
+        (["--prompt", "a", "--seed", "-1"], "--seed must be a whole number from 0, got -1"),
+        (["--prompt", "a", "b", "--negative_prompt", "x", "y", "z"], "got 3 negative prompts for 2 prompts"),
+        (["--prompt", "a", "--guidance_scale", "nan"], "guidance_scale must be a finite number"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_exit_code_two_and_no_file(run_folder, tmp_path, capsys, options, message):
+    assert call(run_folder, tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_command_line_or_folder_is_one_line(tmp_path, capsys):
+    for arguments in ([], [str(tmp_path), "--num_images", "many"], [str(tmp_path), "--unknown"]):
+        with pytest.raises(SystemExit) as caught:
+            sample_script.main(arguments)
+        assert caught.value.code == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    for folder, message in ((tmp_path / "none", "is no folder"), (tmp_path, "is no saved pipeline")):
+        assert call(folder, tmp_path / "out", "--prompt", "a") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_pictures_that_are_not_finite_are_an_error_and_not_black(tmp_path, capsys):
+    unet = tiny_unet(context_dim=None)
+    with torch.no_grad():
+        unet.conv_out.bias[0] = float("nan")
+    TextToImagePipeline(unet, scheduler_for("flow")).save_pretrained(tmp_path / "run")
+    assert call(tmp_path / "run", tmp_path / "out") == 2
+    assert "error: picture 0 of 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
