@@ -39,6 +39,11 @@ def test_more_tokens_than_positions_are_refused(encoder: TextEncoder) -> None:
         encoder(torch.zeros(1, 12, dtype=torch.long))
 
 
+def test_an_unknown_format_is_refused_naming_both_versions() -> None:
+    with pytest.raises(ValueError, match=r"format_version 2.*reads 1"):
+        TextEncoder(31, 12, 1, 3, 11, format_version=2)
+
+
 def test_saving_and_loading_keep_the_output(encoder: TextEncoder, tmp_path) -> None:
     encoder.save_pretrained(tmp_path)
     ids = torch.randint(0, 31, (2, 5))

@@ -131,6 +131,7 @@ def test_text_given_to_a_network_without_text_is_refused() -> None:
         ({"attention_levels": (2,)}, r"attention_levels must lie in 0..1.*\[2\]"),
         ({"sample_size": 17}, "sample_size must be a multiple of 2 .* 17"),
         ({"block_channels": ()}, "at least one level"),
+        ({"format_version": 2}, "format_version 2.*reads 1"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_naming_the_key(options: dict, message: str) -> None:

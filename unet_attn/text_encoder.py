@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from unet_attn.transformer import EncoderLayer, TokenEmbedding, masked_mean
 
+FORMAT_VERSION = 1
+
 
 @dataclass
 class TextEncoderOutput(BaseOutput):
@@ -34,9 +36,10 @@ class TextEncoder(ModelMixin, ConfigMixin):
         depth: int = 2,
         heads: int = 4,
         max_length: int = 32,
-        format_version: int = 1,
+        format_version: int = FORMAT_VERSION,
     ) -> None:
         super().__init__()
+        _check_format_version(format_version)
         self.embedding = TokenEmbedding(vocab_size, dim, max_length)
         self.layers = nn.ModuleList(EncoderLayer(dim, heads, 4 * dim) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
@@ -66,8 +69,9 @@ class PretrainedText(ModelMixin, ConfigMixin):
     """
 
     @register_to_config
-    def __init__(self, path: str, model_config: dict | None = None, format_version: int = 1) -> None:
+    def __init__(self, path: str, model_config: dict | None = None, format_version: int = FORMAT_VERSION) -> None:
         super().__init__()
+        _check_format_version(format_version)
         from transformers import AutoConfig, AutoModel
 
         if model_config is None:
@@ -93,3 +97,11 @@ class PretrainedText(ModelMixin, ConfigMixin):
         """input_ids: (B, N) integers; attention_mask: (B, N), non-zero = a real token."""
         x = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return TextEncoderOutput(last_hidden_state=x, pooler_output=masked_mean(x, attention_mask))
+
+
+def _check_format_version(found: int) -> None:
+    if found != FORMAT_VERSION:
+        raise ValueError(
+            f"this text encoder has format_version {found}, this release of unet-attn reads {FORMAT_VERSION}: "
+            f"install a release that reads {found}"
+        )

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from unet_attn.blocks import TimeEmbedding, UNetLayer, group_norm, zero_init
 from unet_attn.transformer import masked_mean
 
+FORMAT_VERSION = 1
+
 
 class AttnUNet2D(ModelMixin, ConfigMixin):
     """Predicts noise, velocity or the clean picture from a noisy one, a time and a text.
@@ -42,7 +44,7 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
         dim_head: int = 32,
         context_dim: int | None = None,
         patch_size: int = 1,
-        format_version: int = 1,
+        format_version: int = FORMAT_VERSION,
     ) -> None:
         super().__init__()
         self._check_config()
@@ -133,6 +135,11 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
         return f"{side}x{side}"
 
     def _check_config(self) -> None:
+        if self.config.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"this U-Net has format_version {self.config.format_version}, this release of unet-attn reads "
+                f"{FORMAT_VERSION}: install a release that reads {self.config.format_version}"
+            )
         levels = len(self.config.block_channels)
         if not levels or self.config.layers_per_block < 1 or self.config.patch_size < 1:
             raise ValueError("unet needs at least one level in block_channels, one layer per block and patch_size 1")
