@@ -1,0 +1,189 @@
+"""Train a text-to-image diffusion model from scratch.
+
+    accelerate launch scripts/train.py --config configs/icons.yaml [--SECTION.KEY VALUE ...]
+
+Every key of the configuration can be given on the command line too, for example --train.max_minutes 5; --help lists
+them and --print_config shows what a run would use. How many processes and which precision is for `accelerate launch`.
+
+Exit codes: 0 the run is complete; 2 the start was refused or the run failed, with a message; 75 a signal ended the run
+after a checkpoint was saved, so that --train.resume latest goes on.
+"""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from diffusers import SchedulerMixin
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from unet_attn.data import CaptionedImages
+from unet_attn.objective import Objective
+from unet_attn.options import TrainOptions, check_start
+from unet_attn.text_encoder import PretrainedText, TextEncoder
+from unet_attn.tokenizer import train_tokenizer
+from unet_attn.training import TextConditionalUNet, Trainer
+from unet_attn.unet import AttnUNet2D
+
+INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+TWO_ON_CPU = "accelerate launch --multi_gpu --num_processes 2 scripts/train.py ..., without --cpu"
+
+
+def make_parser() -> ArgumentParser:
+    """The command line: the constructors' own parameters, less those that follow from others (see `build`)."""
+    parser = ArgumentParser(prog="train.py", description=__doc__.split("\n\n")[0], exit_on_error=False)
+    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file; later options override it")
+    parser.add_class_arguments(CaptionedImages, "data", skip={"channels", "seed", "require_captions"})
+    parser.add_subclass_arguments(
+        (TextEncoder, PretrainedText),
+        "text_encoder",
+        skip={"vocab_size", "max_length", "model_config", "format_version"},
+        required=False,
+        help="TextEncoder, PretrainedText, or null for a model without text",
+    )
+    parser.add_class_arguments(
+        AttnUNet2D, "unet", skip={"sample_size", "out_channels", "context_dim", "format_version"}
+    )
+    parser.add_function_arguments(train_tokenizer, "tokenizer", skip={"captions"})
+    parser.add_subclass_arguments(SchedulerMixin, "scheduler", skip={"prediction_type"})
+    parser.add_class_arguments(Objective, "objective", skip={"scheduler"})
+    parser.add_class_arguments(TrainOptions, "train")
+    return parser
+
+
+def make_accelerator(output_dir: str) -> Accelerator:
+    """The processes as `accelerate launch` started them, on the CPU where there is no accelerator.
+
+    Raises ValueError for a launch that would silently run otherwise than it was asked to.
+    """
+    environment = os.environ
+    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        where = "on a CPU, where Accelerate would silently run DDP" if on_cpu else "yet"
+        raise ValueError(f"FSDP is not supported {where}: launch without --use_fsdp")
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        raise ValueError("DeepSpeed is not supported: launch without --use_deepspeed")
+    if int(environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) != 1:
+        raise ValueError("set train.gradient_accumulation_steps rather than accelerate's --gradient_accumulation_steps")
+    if on_cpu and environment.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        raise ValueError("mixed precision fp16 needs a GPU: launch with --mixed_precision bf16 or no")
+    # the launcher leaves the address of a rendezvous, yet starts one process, which then is alone
+    if on_cpu and "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment:
+        raise ValueError(f"accelerate launch --cpu starts one process whatever was asked for: use {TWO_ON_CPU}")
+
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        log_with="tensorboard",
+        project_config=ProjectConfiguration(project_dir=output_dir, logging_dir=str(Path(output_dir, "logs"))),
+    )
+    launched = int(environment.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}, so each would train "
+            f"alone: use {TWO_ON_CPU}"
+        )
+    return accelerator
+
+
+def make(spec: Namespace, **more: Any) -> Any:
+    """Build what a class_path and its init_args describe, with `more` parameters that follow from elsewhere."""
+    module, _, name = spec.class_path.rpartition(".")
+    return getattr(import_module(module), name)(**spec.init_args.as_dict(), **more)
+
+
+def build(config: Namespace, options: TrainOptions, resume_from: Path | None) -> tuple:
+    """The model, the objective and the data set. What one section knows another is told here, never by the user twice.
+
+    Everything that can be wrong without data is built before it is read.
+    """
+    objective = Objective(make(config.scheduler), **config.objective.as_dict())
+    has_text = config.text_encoder is not None
+    pretrained = has_text and config.text_encoder.class_path.endswith(".PretrainedText")
+    text_encoder = make(config.text_encoder) if pretrained else None
+    context_dim = None
+    if has_text:
+        context_dim = text_encoder.output_dim if pretrained else config.text_encoder.init_args.dim
+
+    torch.manual_seed(options.seed)
+    unet = AttnUNet2D(
+        **config.unet.as_dict(),
+        out_channels=config.unet.in_channels,
+        sample_size=config.data.resolution,
+        context_dim=context_dim,
+    )
+    data = CaptionedImages(
+        **config.data.as_dict(), channels=config.unet.in_channels, seed=options.seed, require_captions=has_text
+    )
+
+    tokenizer = make_tokenizer(config, data, resume_from, pretrained=pretrained) if has_text else None
+    if has_text and not pretrained:
+        torch.manual_seed(options.seed + 1)
+        text_encoder = make(config.text_encoder, vocab_size=len(tokenizer), max_length=config.tokenizer.max_length)
+    return TextConditionalUNet(unet, text_encoder, tokenizer), objective, data
+
+
+def make_tokenizer(
+    config: Namespace, data: CaptionedImages, resume_from: Path | None, *, pretrained: bool
+) -> PreTrainedTokenizerFast:
+    """The checkpoint's tokenizer, since captions may have changed; the pretrained text model's; or a new one."""
+    if resume_from is not None:
+        return PreTrainedTokenizerFast.from_pretrained(resume_from / "tokenizer")
+    if pretrained:
+        path = config.text_encoder.init_args.path
+        return AutoTokenizer.from_pretrained(path, model_max_length=config.tokenizer.max_length)
+    captions = (caption for variants in data.captions for caption in variants)
+    return train_tokenizer(captions, **config.tokenizer.as_dict())
+
+
+def describe(accelerator: Accelerator) -> str:
+    """The first line of a run."""
+    count = accelerator.num_processes
+    precision = "fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision
+    return f"training on {count} process{'es' if count > 1 else ''}, {accelerator.device.type}, {precision}"
+
+
+def describe_model(model: nn.Module) -> str:
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    return f"{trained:,} parameters to train" + (f", {frozen:,} frozen" if frozen else "")
+
+
+def train(arguments: list[str] | None) -> int:
+    """Parse, build, train. Returns the exit code."""
+    parser = make_parser()
+    config = parser.parse_args(arguments)
+    options = TrainOptions(**config.train.as_dict())
+    accelerator = make_accelerator(options.output_dir)
+    accelerator.print(describe(accelerator))
+    resume_from = check_start(options, num_processes=accelerator.num_processes)
+
+    model, objective, data = build(config, options, resume_from)
+    accelerator.print(data.summary())
+    accelerator.print(describe_model(model))
+    text = parser.dump(config, skip_unset=False)
+    trainer = Trainer(model, objective, data, options, accelerator, config=text, resume_from=resume_from)
+    finished = trainer.run()
+    if finished:
+        accelerator.print(f"trained {trainer.step} steps; the pipeline is in {options.output_dir}")
+        return 0
+    accelerator.print(f"stopped by a signal after step {trainer.step}; go on with --train.resume latest")
+    return INTERRUPTED
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        return train(arguments)
+    except (ArgumentError, ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""scripts/train.py as it is used: real launches of one and two processes, the configs, and refused starts."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "train.py"
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+TABLE = {
+    "data": {
+        "path",
+        "resolution",
+        "caption_dropout",
+        "caption_extension",
+        "horizontal_flip",
+        "on_error",
+        "num_workers",
+    },
+    "train": {
+        "output_dir",
+        "seed",
+        "batch_size",
+        "gradient_accumulation_steps",
+        "max_steps",
+        "max_minutes",
+        "learning_rate",
+        "warmup_steps",
+        "ema_decay",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "resume",
+        "sample_every",
+        "sample_prompts",
+    },
+    "scheduler": {"class_path", "init_args"},
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script as a module, so that most tests need no process of their own."""
+    spec = importlib.util.spec_from_file_location("train_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A tiny configuration over thirteen tiny pictures."""
+    pictures = tmp_path / "my pictures"
+    pictures.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(13):
+        Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text(f"{'red' if number % 2 else 'blue'} thing {number}")
+    values = {
+        "data": {"path": str(pictures), "resolution": 8},
+        "text_encoder": {
+            "class_path": "unet_attn.text_encoder.TextEncoder",
+            "init_args": {"dim": 12, "depth": 1, "heads": 2},
+        },
+        "unet": {"in_channels": 1, "block_channels": [8, 16], "attention_levels": [1], "dim_head": 8},
+        "tokenizer": {"vocab_size": 300, "max_length": 16},
+        "scheduler": {"class_path": "diffusers.FlowMatchEulerDiscreteScheduler", "init_args": {}},
+        "train": {
+            "output_dir": str(tmp_path / "run"),
+            "batch_size": 4,
+            "max_steps": 6,
+            "warmup_steps": 0,
+            "learning_rate": 0.01,
+            "checkpoint_every": 2,
+            "sample_every": 4,
+            "sample_prompts": ["red thing", "blue thing"],
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+def launched(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(argument) for argument in arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+def test_two_processes_train_the_run_of_one(script: ModuleType, config: Path, tmp_path: Path) -> None:
+    two = tmp_path / "two"
+    done = launched(
+        *LAUNCH, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0",
+        SCRIPT, "--config", config, "--train.output_dir", two, "--train.keep_checkpoints", "2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert script.main(["--config", str(config)]) == 0
+
+    assert done.stdout.splitlines()[0] == "training on 2 processes, cpu, fp32"
+    one = metrics(tmp_path / "run")
+    assert len(one) == 6
+    for got, expected in zip(metrics(two), one, strict=True):
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert (got["lr"], got["pictures_seen"]) == (expected["lr"], expected["pictures_seen"])
+    assert sorted(path.name for path in (two / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    assert sorted(path.name for path in (two / "samples").iterdir()) == ["step-000004.png", "step-000006.png"]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_launch_that_would_silently_start_one_process_is_refused(config: Path, tmp_path: Path) -> None:
+    done = launched(*LAUNCH, "--cpu", "--num_processes", "2", SCRIPT, "--config", config)
+
+    assert done.returncode != 0
+    assert (
+        "starts one process whatever was asked for: use accelerate launch --multi_gpu --num_processes 2" in done.stderr
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "2 processes were launched, but Accelerate sees 1"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported on a CPU"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set train.gradient_accumulation_steps rather"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16 needs a GPU"),
+    ],
+)
+def test_a_launch_that_would_silently_run_otherwise_is_refused(
+    script: ModuleType, config: Path, tmp_path: Path, monkeypatch, capsys, variables: dict[str, str], message: str
+) -> None:
+    if "WORLD_SIZE" in variables:
+        # what a process sees that thinks it is alone; a real group would wait here for its second member
+        monkeypatch.setattr(script, "Accelerator", lambda **options: type("Alone", (), {"num_processes": 1})())
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert script.main(["--config", str(config)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_resolved_config_repeats_the_run(script: ModuleType, config: Path, tmp_path: Path) -> None:
+    assert script.main(["--config", str(config), "--train.max_steps", "2", "--train.sample_every", "null"]) == 0
+    resolved = tmp_path / "run" / "config.yaml"
+    assert script.main(["--config", str(resolved), "--train.output_dir", str(tmp_path / "again")]) == 0
+
+    assert [line["loss"] for line in metrics(tmp_path / "again")] == [
+        line["loss"] for line in metrics(tmp_path / "run")
+    ]
+    assert yaml.safe_load(resolved.read_text())["train"]["sample_every"] is None
+    assert not (tmp_path / "again" / "samples").exists()
+
+
+def test_resuming_takes_the_tokenizer_of_the_checkpoint(script: ModuleType, config: Path, tmp_path: Path) -> None:
+    assert script.main(["--config", str(config), "--train.max_steps", "2"]) == 0
+    for caption in (tmp_path / "my pictures").glob("*.txt"):
+        caption.write_text("quite other words than those before, and more of them")
+    assert script.main(["--config", str(config), "--train.max_steps", "3", "--train.resume", "latest"]) == 0
+
+    saved = [
+        tmp_path / "run" / where / "tokenizer.json" for where in ("tokenizer", "checkpoints/step-000002/tokenizer")
+    ]
+    assert saved[0].read_text() == saved[1].read_text()
+    assert len(metrics(tmp_path / "run")) == 3
+
+
+def test_text_encoder_null_trains_without_captions(script: ModuleType, config: Path, tmp_path: Path) -> None:
+    for caption in (tmp_path / "my pictures").glob("*.txt"):
+        caption.unlink()
+    options = ["--text_encoder", "null", "--train.sample_prompts", "[]", "--train.max_steps", "1"]
+
+    assert script.main(["--config", str(config), *options]) == 0
+    assert not (tmp_path / "run" / "text_encoder").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train.nonsense", "3"], "--train.nonsense"),
+        (["--train.seed", "x"], 'Parser key "train.seed"'),
+        (["--unet.block_channels", "foo"], 'Parser key "unet.block_channels"'),
+        (["--train.optimizer", "sgd"], 'Parser key "train.optimizer"'),
+        (["--scheduler.class_path", "diffusers.NoScheduler"], "module diffusers has no attribute NoScheduler"),
+        (["--train.max_steps", "null"], "set train.max_steps or train.max_minutes"),
+        (["--train.batch_size", "14"], "has 13 pictures, fewer than train.batch_size 14"),
+        (["--train.batch_size", "3", "--train.gradient_accumulation_steps", "2"], "must be a multiple of 2"),
+        (["--data.path", "nowhere"], "nowhere"),
+        (["--unet.attention_levels", "[2]"], "unet.attention_levels must lie in 0..1"),
+        (["--data.resolution", "9"], "must be a multiple of 2"),
+        (["--objective.prediction_type", "epsilon"], "FlowMatchEulerDiscreteScheduler"),
+        (["--train.resume", "latest"], "no run to resume in"),
+        (["--text_encoder", "null"], "train.sample_prompts need a text_encoder"),
+    ],
+)
+def test_a_refused_start_is_one_line_and_leaves_no_run_folder(
+    script: ModuleType, config: Path, tmp_path: Path, capsys, options: list[str], message: str
+) -> None:
+    assert script.main(["--config", str(config), *options]) == 2
+
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert message in error[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_another_run_is_left_as_it_is(script: ModuleType, config: Path, tmp_path: Path, capsys) -> None:
+    assert script.main(["--config", str(config), "--train.max_steps", "1"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+
+    assert script.main(["--config", str(config)]) == 2
+
+    assert "continue the run there with --train.resume latest" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_parses_and_holds_the_keys_of_the_table(script: ModuleType, path: Path) -> None:
+    script.make_parser().parse_args(["--config", str(path)])
+    values = yaml.safe_load(path.read_text())
+
+    assert [(section, key) for section, keys in TABLE.items() for key in keys if key not in values[section]] == []
+    assert values["data"]["on_error"] == "fail"
+    assert {"text_encoder", "unet", "tokenizer", "objective"} <= values.keys()
+
+
+def test_a_signal_ends_the_process_with_a_code_of_its_own(
+    script: ModuleType, config: Path, monkeypatch, capsys
+) -> None:
+    class Interrupted(script.Trainer):
+        def _train_step(self) -> None:
+            if self.step == 1:
+                os.kill(os.getpid(), 15)
+            super()._train_step()
+
+    monkeypatch.setattr(script, "Trainer", Interrupted)
+
+    assert script.main(["--config", str(config)]) == 75
+    assert "stopped by a signal after step 2; go on with --train.resume latest" in capsys.readouterr().out

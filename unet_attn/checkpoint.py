@@ -1,0 +1,217 @@
+"""Checkpoints that are complete or absent, in folders `step-000500`.
+
+A checkpoint is written beside its place under another name, synced to disk and renamed; the manifest with every
+file's size and hash is written last. So a folder that was cut short by a crash or a full disk is recognised and never
+used. Tensors are stored as safetensors and everything else as JSON: nothing is unpickled.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT_VERSION = 1
+STATE = "state.json"
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d+)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, found or trusted."""
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint folder holds.
+
+    tensors: by file (`model`, `ema`, `optimizer`) and then by name; state: counters and settings; path: the folder.
+    """
+
+    path: Path
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    *,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    keep: int | None = None,
+    write_more: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write checkpoint number `step` into `directory` and return its folder. To be called by one process only.
+
+    keep: how many checkpoints remain, the new one included, None = all; older ones go when the new one is complete.
+    write_more: writes further files into the folder it is given.
+    Raises CheckpointError when the disk refuses; earlier checkpoints are then intact and nothing half-written remains.
+    """
+    final = directory / f"step-{step:06d}"
+    partial = directory / f".{final.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, group in tensors.items():
+            plain = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
+            save_file(plain, partial / f"{name}.safetensors")
+        if write_more is not None:
+            write_more(partial)
+        write_json(partial / STATE, {"format_version": FORMAT_VERSION, "step": step, **state})
+        _seal(partial)
+        _replace(partial, final)
+    except Exception as error:  # safetensors reports a full disk with an exception of its own
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {final} could not be written ({error}); earlier checkpoints are intact: "
+            "make room on the disk and continue with --train.resume latest"
+        ) from error
+    if keep is not None:
+        _prune(final, keep)
+    return final
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint folder after checking it against its manifest. Raises CheckpointError saying what is wrong."""
+    reason = fault(path)
+    if reason is not None:
+        raise CheckpointError(f"checkpoint {path} cannot be used: {reason}")
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    if state.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {path} has format version {state.get('format_version')}, this version reads {FORMAT_VERSION}"
+        )
+    return Checkpoint(
+        path=path, tensors={file.stem: load_file(file) for file in path.glob("*.safetensors")}, state=state
+    )
+
+
+def find_checkpoint(directory: Path, resume: str) -> Path:
+    """The checkpoint that `resume` means: `latest` in `directory`, or the path of one.
+
+    `latest` is the highest step that is complete; incomplete ones are passed over with a warning that names them.
+    Raises CheckpointError if there is none.
+    """
+    if resume != "latest":
+        return Path(resume)
+    for path in reversed(numbered(directory)):
+        reason = fault(path)
+        if reason is None:
+            return path
+        warnings.warn(f"checkpoint {path} is passed over: {reason}", stacklevel=2)
+    raise CheckpointError(f"there is no complete checkpoint in {directory}: start the run without --train.resume")
+
+
+def numbered(directory: Path) -> list[Path]:
+    """The folders in `directory` that are named as checkpoints, by step; files and other names do not count."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint folder's name tells."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path} is not named as a checkpoint, step-NUMBER")
+    return int(match[1])
+
+
+def fault(path: Path) -> str | None:
+    """What is wrong with the checkpoint folder `path`: None if every file is there with the size and hash it had."""
+    if not path.is_dir():
+        return "there is no such folder"
+    try:
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}, so writing it was interrupted"
+    except (ValueError, KeyError, TypeError):
+        return f"its {MANIFEST} cannot be read"
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected["size"]:
+            return f"{name} has {file.stat().st_size} bytes where {expected['size']} were written"
+        if _hash(file) != expected["sha256"]:
+            return f"the contents of {name} are not what was written"
+    return None
+
+
+def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder beside, then put each of its files and folders in its place within `folder`.
+
+    What `folder` holds besides stays. A failure while writing leaves everything as it was.
+    """
+    partial = folder / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        write(partial)
+        for entry in sorted(partial.iterdir()):
+            _replace(entry, folder / entry.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON for people and machines; not-a-number is refused, since JSON has none."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _seal(folder: Path) -> None:
+    """Sync every file to disk, then write and sync the manifest."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for file in files:
+        _sync(file)
+    described = {
+        file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": _hash(file)} for file in files
+    }
+    write_json(folder / MANIFEST, {"files": described})
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def _replace(partial: Path, final: Path) -> None:
+    """Put a finished file or folder in its place. A folder that stands there gives way only then."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.is_dir():
+        final.rename(old)
+    partial.replace(final)
+    _sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _prune(newest: Path, keep: int) -> None:
+    """Of the checkpoints up to `newest`, leave the last `keep` that were finished; `newest` always stays."""
+    folders = numbered(newest.parent)
+    candidates = folders[: folders.index(newest) + 1]
+    kept = [path for path in candidates if (path / MANIFEST).exists()][-max(1, keep) :]
+    for path in candidates:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _hash(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

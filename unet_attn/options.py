@@ -1,0 +1,138 @@
+"""The options of a training run, and what is refused before any data is read."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusers import ConfigMixin
+
+from unet_attn.checkpoint import fault, find_checkpoint, numbered, step_of
+from unet_attn.objective import Objective
+from unet_attn.sampler import micro_batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How to train, how long, and what to keep.
+
+    Args:
+        output_dir: the run's folder; it must not hold another run.
+        seed: of the weights, the order of the pictures and every random draw.
+        batch_size: pictures per optimizer step, all processes and accumulation steps together.
+        gradient_accumulation_steps: into how many parts each process splits its share of a batch, to save memory.
+        max_steps: optimizer steps of the run; null = as long as max_minutes lasts.
+        max_minutes: minutes of the run, saving included; null = as long as max_steps last. With both, the first counts.
+        optimizer: adamw, or muon for hidden matrices and convolutions with AdamW for the rest.
+        learning_rate: AdamW's.
+        muon_learning_rate: Muon's; unused with adamw.
+        warmup_steps: over which the learning rate rises; at most a tenth of the run.
+        cooldown_fraction: last part of the run, over which the learning rate falls to 0 linearly.
+        max_grad_norm: gradients longer than this are shortened to it.
+        ema_decay: of the averaged weights, which are what is sampled and published.
+        checkpoint_every: steps from one checkpoint to the next.
+        keep_checkpoints: how many are kept; null = all.
+        resume: latest, the path of a checkpoint, or null for a fresh run.
+        sample_every: steps from one sample grid to the next, and one at the end; null = none.
+        sample_prompts: what the grids show.
+    """
+
+    output_dir: str
+    seed: int = 0
+    batch_size: int = 64
+    gradient_accumulation_steps: int = 1
+    max_steps: int | None = None
+    max_minutes: float | None = None
+    optimizer: Literal["adamw", "muon"] = "muon"
+    learning_rate: float = 1e-3
+    muon_learning_rate: float = 0.02
+    warmup_steps: int = 100
+    cooldown_fraction: float = 0.3
+    max_grad_norm: float = 1.0
+    ema_decay: float = 0.999
+    checkpoint_every: int = 500
+    keep_checkpoints: int | None = 2
+    resume: str | None = None
+    sample_every: int | None = 500
+    sample_prompts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None and self.max_minutes is None:
+            raise ValueError("a run needs an end: set train.max_steps or train.max_minutes")
+        for name in (
+            "batch_size",
+            "gradient_accumulation_steps",
+            "max_steps",
+            "max_minutes",
+            "learning_rate",
+            "muon_learning_rate",
+            "max_grad_norm",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "sample_every",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"train.{name} must be above 0, got {value}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"train.warmup_steps must be at least 0, got {self.warmup_steps}")
+        if not 0 <= self.cooldown_fraction <= 1:
+            raise ValueError(f"train.cooldown_fraction must be in [0, 1], got {self.cooldown_fraction}")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"train.ema_decay must be at least 0 and below 1, got {self.ema_decay}")
+
+
+def check_start(options: TrainOptions, *, num_processes: int) -> Path | None:
+    """Refuse what can be refused before data is read; return the checkpoint to resume from, None for a fresh run.
+
+    Raises ValueError if the batch does not split, the run folder holds another run, or there is nothing to resume.
+    """
+    micro_batch_size(options.batch_size, world_size=num_processes, accumulation=options.gradient_accumulation_steps)
+    folder = Path(options.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"train.output_dir {folder} is a file")
+    used = folder.is_dir() and any(folder.iterdir())
+    if options.resume is not None:
+        return _checkpoint_to_resume(folder, options.resume, used=used)
+    if used:
+        raise ValueError(
+            f"train.output_dir {folder} already holds files: continue the run there with --train.resume latest, "
+            "or choose another --train.output_dir"
+        )
+    return None
+
+
+def fixed_settings(
+    options: TrainOptions, unet: ConfigMixin, text_encoder: ConfigMixin | None, objective: Objective
+) -> dict[str, Any]:
+    """What must not change when a run is resumed, by config key: networks, objective and the stream of samples."""
+    settings = {f"unet.{key}": value for key, value in unet.config.items()}
+    settings["text_encoder"] = None if text_encoder is None else type(text_encoder).__name__
+    if text_encoder is not None:
+        settings |= {f"text_encoder.{key}": value for key, value in text_encoder.config.items()}
+    settings["scheduler"] = type(objective.scheduler).__name__
+    settings |= {f"scheduler.{key}": value for key, value in objective.scheduler.config.items()}
+    settings |= {
+        f"objective.{key}": getattr(objective, key) for key in ("prediction_type", "time_sampling", "loss_weighting")
+    }
+    settings |= {f"train.{key}": getattr(options, key) for key in ("batch_size", "optimizer", "seed")}
+    # keys of diffusers itself begin with an underscore; through JSON tuples become lists, as a checkpoint has them
+    return json.loads(json.dumps({key: value for key, value in settings.items() if "._" not in key}, default=str))
+
+
+def _checkpoint_to_resume(folder: Path, resume: str, *, used: bool) -> Path:
+    if resume == "latest" and not used:
+        raise ValueError(f"there is no run to resume in {folder}: start it without --train.resume")
+    checkpoints = folder / "checkpoints"
+    chosen = find_checkpoint(checkpoints, resume)
+    if (reason := fault(chosen)) is not None:
+        raise ValueError(f"checkpoint {chosen} cannot be used: {reason}")
+    if chosen.resolve().parent != checkpoints.resolve():
+        if used:
+            raise ValueError(f"{folder} holds another run than {chosen}: choose another --train.output_dir")
+        return chosen
+    later = [path for path in numbered(checkpoints) if step_of(path) > step_of(chosen) and fault(path) is None]
+    if later:
+        # going on from here would leave two histories in one folder, of which `latest` would take the wrong one
+        raise ValueError(f"{later[-1]} is later than {chosen}: resume that one, or choose another --train.output_dir")
+    return chosen

@@ -1,0 +1,144 @@
+"""What a run tells while it goes, and what it hears: metrics, progress and an early estimate; signals to stop."""
+
+import json
+import math
+import signal
+import sys
+import threading
+from datetime import datetime, timedelta
+from pathlib import Path
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import TextIO
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+METRICS = "metrics.jsonl"
+# the first steps are slow (caches, thread pools), so the estimate looks at those from FIRST_TIMED to ESTIMATE_AFTER
+FIRST_TIMED, ESTIMATE_AFTER = 3, 20
+
+
+class RunLog:
+    """Writes a line of metrics per optimizer step and keeps the progress bar; does nothing but on the main process.
+
+    folder: `logs` of the run. step: the last finished step, above 0 when the run is resumed: lines of later steps, from
+    beyond the checkpoint, are dropped. progress: the part of the run that is done, in [0, 1].
+    """
+
+    def __init__(self, folder: Path, accelerator: Accelerator, *, step: int, progress: float, batch_size: int) -> None:
+        self.active = accelerator.is_main_process
+        self.accelerator = accelerator
+        self.batch_size = batch_size
+        self.first_step = step
+        self.first_progress = progress
+        self.shown_speed = 0.0
+        self.timed_from: float | None = None
+        if not self.active:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = _open_metrics(folder / METRICS, last_step=step)
+        accelerator.init_trackers("tensorboard")
+        self.bar = tqdm(
+            total=1.0,
+            initial=progress,
+            bar_format="{percentage:3.0f}% |{bar:24}| {desc} [{elapsed}, {remaining} left]",
+            # off where nobody looks, unlike the lines
+            disable=None,
+        )
+
+    def step(self, values: dict[str, float], *, step: int, progress: float) -> None:
+        """Record one optimizer step. values: by name; one that is not finite is written as null."""
+        if not self.active:
+            return
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.file.write(json.dumps({"step": step, **finite}) + "\n")
+        self.file.flush()
+        self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
+
+        speed = values["pictures_per_second"]
+        self.shown_speed = speed if not self.shown_speed else 0.9 * self.shown_speed + 0.1 * speed
+        self.bar.set_description_str(
+            f"step {step}  loss {values['loss']:.4f}  {self.shown_speed:.0f} pictures/s", refresh=False
+        )
+        self.bar.update(progress - self.bar.n)
+        self._estimate(step, progress)
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking the progress bar."""
+        if self.active:
+            self.bar.write(text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, from whichever process has one."""
+        tqdm.write(f"warning: {text}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Flush and close files and trackers."""
+        if self.active:
+            self.bar.close()
+            self.file.close()
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+
+    def _estimate(self, step: int, progress: float) -> None:
+        """After some steps, say once when the run will end and how many pictures it will have seen."""
+        since = step - self.first_step
+        if since == FIRST_TIMED:
+            self.timed_from, self.timed_progress = monotonic(), progress
+        if since != ESTIMATE_AFTER or self.timed_from is None or progress <= self.timed_progress:
+            return
+        seconds = monotonic() - self.timed_from
+        rate = (ESTIMATE_AFTER - FIRST_TIMED) / seconds
+        left = seconds * (1 - progress) / (progress - self.timed_progress)
+        steps = step + round(rate * left)
+        end = datetime.now() + timedelta(seconds=left)
+        self.say(
+            f"after {since} steps: {rate:.2f} steps/s, {rate * self.batch_size:.0f} pictures/s; expected to end at "
+            f"{end:%H:%M:%S} (in {timedelta(seconds=round(left))}) after about {steps} steps "
+            f"and {steps * self.batch_size:,} pictures"
+        )
+
+
+def _open_metrics(path: Path, *, last_step: int) -> TextIO:
+    """Open the file for appending, without the lines beyond `last_step` and without a line that was left unfinished."""
+    kept = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                known = line.endswith("\n") and json.loads(line)["step"] <= last_step
+            except (ValueError, KeyError):
+                known = False
+            if known:
+                kept.append(line)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(path)
+    return path.open("a", encoding="utf-8")
+
+
+class StopRequest:
+    """A context in which SIGTERM and SIGINT ask for an orderly end, seen in `made`; a second one ends as usual."""
+
+    def __init__(self) -> None:
+        self.made = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.made = True
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
