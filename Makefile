@@ -44,11 +44,9 @@ lint: $(INSTALLED)
 $(DATA)/metadata.jsonl: | $(INSTALLED)
 	$(BIN)/python scripts/prepare_icons.py --out $(DATA) --min-per-word 40
 
-# A run that was interrupted goes on from its last checkpoint; a finished one is only sampled again.
-$(RUN)/model_index.json: | $(INSTALLED) $(DATA)/metadata.jsonl
+# A run that was interrupted goes on from its last checkpoint; one that is complete is only sampled again.
+quickstart: $(INSTALLED) $(DATA)/metadata.jsonl
 	$(LAUNCH) scripts/train.py --config configs/quickstart.yaml --data.path $(DATA) --train.output_dir $(RUN) \
 	    $$(test -d $(RUN)/checkpoints && echo --train.resume latest)
-
-quickstart: $(RUN)/model_index.json
 	$(BIN)/python scripts/sample.py $(RUN) --prompt $(PROMPTS) --num_images 4 --seed 7 --out $(RUN)/samples/quickstart
-	@echo "pictures and their prompts: $(RUN)/samples/quickstart"
+	@echo "the pictures with their prompts: $(RUN)/samples/quickstart/grid.png"
