@@ -1,11 +1,14 @@
-"""Many pictures as one, each with its prompt beneath it: for a glance at a run."""
+"""Many pictures as one, each with its prompt beneath it: for a glance at a run, and at what its words drew."""
 
+import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 
 SHORTEST_SIDE = 96  # smaller pictures are enlarged to about this, so that a prompt fits beneath them
 FONT_SIZE = 12
 CAPTION_LINES = 2
 GAP = 6  # pixels
+HEAT = (225, 40, 20)  # the colour of a pixel that heeds no other word
 
 
 def picture_grid(images: list[Image.Image], captions: list[str], columns: int) -> Image.Image:
@@ -37,6 +40,19 @@ def picture_grid(images: list[Image.Image], captions: list[str], columns: int) -
         for number, line in enumerate(_lines(caption, font, width)):
             draw.text((left, top + height + 2 + number * line_height), line, fill="black", font=font)
     return grid
+
+
+def attention_sheet(
+    image: Image.Image, words: tuple[str, ...], maps: torch.Tensor, caption: str, columns: int
+) -> Image.Image:
+    """A picture beside its grey copies, one for each word, red where the word was attended to.
+
+    words: W; maps: (W, H, W) in [0, 1], of the picture's size. The strongest of all maps is the full red. Returns RGB.
+    """
+    grey = np.asarray(image.convert("L").convert("RGB"), dtype=np.float32)
+    heat = (maps / maps.max()).numpy()[..., None] if len(words) else []
+    overlays = [Image.fromarray((grey + (np.array(HEAT) - grey) * each).round().astype(np.uint8)) for each in heat]
+    return picture_grid([image, *overlays], [caption, *words], columns)
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:

@@ -13,7 +13,7 @@ from einops import rearrange
 from PIL import Image
 from torch import Tensor, nn
 
-OUTPUT_TYPES = ("pil", "np", "pt")
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 PIL_MODES = {1: "L", 3: "RGB"}
 
 
@@ -82,6 +82,13 @@ def check_size(height: int, width: int, factor: int) -> tuple[int, int]:
     return height, width
 
 
+def check_latents(latents: Tensor, height: int | None, width: int | None) -> tuple[int, int]:
+    """The height and width of start noise, where the caller gave no others."""
+    if not isinstance(latents, Tensor) or latents.ndim != 4:
+        raise ValueError("latents must be a tensor (pictures, channels, height, width)")
+    return (latents.shape[2] if height is None else height), (latents.shape[3] if width is None else width)
+
+
 def check_output_type(output_type: str, channels: int) -> str:
     """A known output type that can hold pictures of this many channels."""
     if output_type not in OUTPUT_TYPES:
@@ -124,8 +131,10 @@ def to_output(pictures: Tensor, output_type: str) -> list[Image.Image] | np.ndar
     """Pictures in [-1, 1], clamped, as the caller wants them.
 
     pictures: (B, C, H, W) finite. Returns for `pt` (B, C, H, W) and for `np` (B, H, W, C), both float32 in [0, 1], and
-    for `pil` a list of 8-bit pictures, grey ones in mode L.
+    for `pil` a list of 8-bit pictures, grey ones in mode L; for `latent` the pictures as they are, unclamped.
     """
+    if output_type == "latent":
+        return pictures
     unit = (pictures.float() / 2 + 0.5).clamp(0, 1)
     if output_type == "pt":
         return unit

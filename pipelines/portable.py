@@ -14,6 +14,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import sys
 from importlib.util import find_spec
 from os import PathLike
@@ -107,7 +108,30 @@ def _collect(module: str, imports: dict[str, None], bodies: dict[str, str]) -> N
                 _collect(node.module, imports, bodies)
         elif node is not docstring:
             imports[ast.unparse(node)] = None
-    bodies[module] = "\n".join(lines)
+    bodies[module] = _with_names_of_its_own("\n".join(lines), module, bodies)
+
+
+def _with_names_of_its_own(body: str, module: str, bodies: dict[str, str]) -> str:
+    """The body with its private names renamed where another module of the bundle has the same for something else."""
+    taken = set().union(*map(_defined, bodies.values()))
+    for name in sorted(_defined(body) & taken):
+        if name.startswith("_") and not name.startswith("__"):
+            # not behind a dot: an attribute of that name is another thing
+            body = re.sub(rf"(?<![\w.]){name}\b", f"{name}_of_{module.rsplit('.', 1)[-1]}", body)
+    return body
+
+
+def _defined(body: str) -> set[str]:
+    """The names that a source text binds at its top."""
+    names: set[str] = set()
+    for node in ast.parse(body).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= {
+                part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            }
+    return names
 
 
 def _shim(origin: str, name: str, bundle: str) -> str:

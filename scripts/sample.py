@@ -3,7 +3,9 @@
     python scripts/sample.py RUN --prompt "a heart" "cloud upload" --num_images 4 --seed 7 --out pictures
 
 Picture n of the call (prompts in order, --num_images of each) has the seed --seed + n, which stands in its file name
-and, with prompt, steps, scheduler, guidance and size, in its PNG metadata: each can be made again alone.
+and, with prompt, steps, scheduler, guidance and size, in its PNG metadata: each can be made again alone, by
+
+    python scripts/sample.py RUN --like pictures/00007-a-heart.png --out again
 """
 
 import argparse
@@ -13,7 +15,20 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 DEFAULT_STEPS = 25
+DEFAULT_GUIDANCE = 3.0
 WIDEST_GRID = 8  # pictures in a row
+# what a PNG says, by the names of the options; prompts are missing where the model has no text
+LIKE = {
+    "prompt": str,
+    "negative_prompt": str,
+    "seed": int,
+    "steps": int,
+    "scheduler": str,
+    "guidance_scale": float,
+    "height": int,
+    "width": int,
+    "dtype": str,
+}
 
 
 class Request(NamedTuple):
@@ -21,7 +36,7 @@ class Request(NamedTuple):
 
     seed: int
     prompt: str | None
-    negative_prompt: str
+    negative_prompt: str | None
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,24 +51,58 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder, or any saved pipeline")
     parser.add_argument("--prompt", nargs="+", help="one or several captions; none for a model without text")
     parser.add_argument("--negative_prompt", nargs="+", help="what to lead away from: one for all prompts, or one each")
-    parser.add_argument("--num_images", type=int, default=1, help="pictures per prompt (1)")
+    parser.add_argument("--num_images", type=int, help="pictures per prompt (1)")
     parser.add_argument("--steps", type=int, help=f"inference steps ({DEFAULT_STEPS})")
-    parser.add_argument("--guidance_scale", type=float, default=3.0, help="1 follows the prompt, more insists (3.0)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first picture (0)")
+    parser.add_argument("--guidance_scale", type=float, help=f"1 follows, more insists ({DEFAULT_GUIDANCE})")
+    parser.add_argument("--seed", type=int, help="seed of the first picture (0)")
     parser.add_argument("--scheduler", metavar="NAME", help="a diffusers class (the run's own)")
     parser.add_argument("--height", type=int, help="in pixels (as trained)")
     parser.add_argument("--width", type=int, help="in pixels (as trained)")
-    parser.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (float32)")
+    parser.add_argument("--dtype", help="float32, float16 or bfloat16 (float32)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (cuda where there is one)")
     parser.add_argument("--batch_size", type=int, default=16, help="pictures at a time (16)")
+    parser.add_argument("--like", metavar="FILE", type=Path, help="make a picture again, from what its PNG says of it")
+    parser.add_argument("--attention", action="store_true", help="also write which word drew which pixel")
     parser.add_argument("--out", type=Path, default=Path("samples"), help="folder for the pictures (samples)")
     return parser.parse_args(arguments)
+
+
+def settled(options: argparse.Namespace) -> argparse.Namespace:
+    """The options with --like's settings or the defaults in the place of those that were not given."""
+    defaults = {"num_images": 1, "seed": 0, "guidance_scale": DEFAULT_GUIDANCE, "dtype": "float32"}
+    if options.like is not None:
+        given = [name for name in ("num_images", *LIKE) if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"--like says all of the picture: leave out {', '.join(f'--{name}' for name in given)}")
+        defaults |= settings_of(options.like)
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def settings_of(path: Path) -> dict[str, object]:
+    """What a PNG that this script wrote says of how it was made, as this script's options."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            about = {name: image.info[name] for name in LIKE if name in image.info}
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{path} is not a picture") from error
+    missing = [name for name in LIKE if name not in about and "prompt" not in name]
+    if missing:
+        raise ValueError(f"{path} does not say how it was made (no {', '.join(missing)}): was it written by sample.py?")
+    try:
+        return {name: [value] if "prompt" in name else LIKE[name](value) for name, value in about.items()}
+    except ValueError as error:
+        raise ValueError(f"{path} says what cannot be read: {error}") from error
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        sample(options)
+        sample(settled(options))
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -68,7 +117,7 @@ def sample(options: argparse.Namespace) -> None:
     # imported here, so that --help and a wrong command line answer at once: diffusers takes seconds
     import torch
 
-    from unet_attn.pipelines.grid import picture_grid
+    from unet_attn.pipelines.grid import attention_sheet, picture_grid
     from unet_attn.pipelines.text_to_image import TextToImagePipeline
 
     device = chosen_device(options.device)
@@ -88,7 +137,7 @@ def sample(options: argparse.Namespace) -> None:
     for start in range(0, len(requests), options.batch_size):
         batch = requests[start : start + options.batch_size]
         pipeline.set_progress_bar_config(desc=f"pictures {start + 1}-{start + len(batch)} of {len(requests)}")
-        made = pipeline(
+        output = pipeline(
             [request.prompt for request in batch] if has_text and options.prompt else options.prompt,
             negative_prompt=[request.negative_prompt for request in batch] if options.negative_prompt else None,
             num_images_per_prompt=1 if has_text else len(batch),
@@ -98,11 +147,15 @@ def sample(options: argparse.Namespace) -> None:
             width=options.width,
             # on the CPU whatever the device, so that a seed means the same noise everywhere
             generator=[torch.Generator().manual_seed(request.seed) for request in batch],
-        ).images
+            return_attention=options.attention,
+        )
         options.out.mkdir(parents=True, exist_ok=True)
-        for request, image in zip(batch, made, strict=True):
-            write_picture(image, request, settings, options.out)
-        images += made
+        for number, (request, image) in enumerate(zip(batch, output.images, strict=True)):
+            path = write_picture(image, request, settings, options.out)
+            if options.attention:
+                sheet = attention_sheet(image, *output.attention[number], request.prompt, WIDEST_GRID)
+                sheet.save(path.with_name(f"{path.stem}-attention.png"))
+        images += output.images
 
     captions = [request.prompt or f"seed {request.seed}" for request in requests]
     columns = options.num_images if 1 < options.num_images <= WIDEST_GRID else WIDEST_GRID
@@ -116,7 +169,7 @@ def picture_requests(options: argparse.Namespace) -> list[Request]:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
     prompts = options.prompt or [None]
-    negatives = options.negative_prompt or [""]
+    negatives = options.negative_prompt or [None]
     if len(negatives) not in (1, len(prompts)):
         raise ValueError(f"got {len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
     negatives = negatives * (len(prompts) if len(negatives) == 1 else 1)
@@ -163,15 +216,15 @@ def chosen_steps(asked: int | None, trained: int) -> int:
     return min(DEFAULT_STEPS, trained)
 
 
-def write_picture(image: "Image.Image", request: Request, settings: dict[str, object], folder: Path) -> None:  # noqa: F821
-    """Write a PNG that says how it was made."""
+def write_picture(image: "Image.Image", request: Request, settings: dict[str, object], folder: Path) -> Path:  # noqa: F821
+    """Write a PNG that says how it was made, and return its path."""
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
+    prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
     about = {
         "seed": request.seed,
-        "prompt": request.prompt or "",
-        "negative_prompt": request.negative_prompt,
+        **{name: text for name, text in prompts.items() if text is not None},
         **settings,
         "height": image.height,
         "width": image.width,
@@ -181,6 +234,7 @@ def write_picture(image: "Image.Image", request: Request, settings: dict[str, ob
     words = re.sub(r"\W+", "-", request.prompt or "").strip("-").lower()[:40]
     path = folder / (f"{request.seed:05d}-{words}.png" if words else f"{request.seed:05d}.png")
     image.save(path, pnginfo=info)
+    return path
 
 
 if __name__ == "__main__":

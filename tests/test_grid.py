@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from unet_attn.pipelines.grid import GAP, picture_grid
+from unet_attn.pipelines.grid import GAP, HEAT, attention_sheet, picture_grid
 
 
 def test_pictures_stand_in_rows_and_are_enlarged_by_a_whole_factor():
@@ -34,3 +35,17 @@ def test_grey_pictures_and_captions_of_any_script_and_length_fit():
 def test_a_grid_that_cannot_be_laid_out_is_refused(images, captions, columns):
     with pytest.raises(ValueError, match=f"a grid of {columns} columns cannot hold {images} pictures with {captions}"):
         picture_grid([Image.new("L", (8, 8))] * images, ["a"] * captions, columns)
+
+
+def test_a_sheet_shows_the_picture_and_each_word_in_red_where_it_was_attended_to():
+    image = Image.new("RGB", (100, 100), (200, 200, 200))
+    maps = torch.zeros(2, 100, 100)
+    maps[0, :50], maps[1, 50:] = 0.5, 0.25
+    sheet = np.asarray(attention_sheet(image, ("sun", "sea"), maps, "sun sea", 3))
+    top, bottom = GAP + 10, GAP + 90
+    places = [GAP + number * (100 + GAP) + 50 for number in range(3)]
+    assert sheet[top, places[0]].tolist() == sheet[bottom, places[0]].tolist() == [200, 200, 200]
+    assert sheet[top, places[1]].tolist() == list(HEAT) and sheet[bottom, places[1]].tolist() == [200, 200, 200]
+    # half as strong as the strongest
+    assert sheet[bottom, places[2]].tolist() == [round((200 + part) / 2) for part in HEAT]
+    assert attention_sheet(image, (), torch.zeros(0, 100, 100), "", 3).size[0] == 100 + 2 * GAP

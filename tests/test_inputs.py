@@ -78,7 +78,7 @@ def test_more_steps_than_were_trained_are_refused_before_any_compute():
         ({"guidance_scale": float("nan")}, "guidance_scale must be a finite number, got nan"),
         ({"guidance_scale": "3"}, "guidance_scale"),
         ({"eta": float("inf")}, "eta"),
-        ({"output_type": "jpg"}, "output_type must be one of pil, np, pt, got 'jpg'"),
+        ({"output_type": "jpg"}, "output_type must be one of pil, np, pt, latent, got 'jpg'"),
         ({"negative_prompt": ["a", "b", "c"]}, "3 negative prompts for 2 prompts"),
         ({"negative_prompt": 4}, "negative_prompt must be a string"),
         ({"latents": torch.zeros(1, 3, 12, 12)}, r"latents must have shape \(2, 3, 12, 12\), got \(1, 3, 12, 12\)"),

@@ -277,6 +277,9 @@ def test_deis_is_refused_in_flow_mode_and_allowed_otherwise():
 def test_unsafe_settings_of_a_scheduler_are_refused():
     with pytest.raises(ValueError, match="linspace"):
         check_sampling_scheduler(DDIMScheduler(timestep_spacing="linspace"), "epsilon")
+    flow = Objective(FlowMatchEulerDiscreteScheduler()).sampling_scheduler()
+    with pytest.raises(ValueError, match="use_karras_sigmas=True leaves the flow's own noise levels"):
+        check_sampling_scheduler(DPMSolverMultistepScheduler.from_config(flow.config, use_karras_sigmas=True), "flow")
     with pytest.raises(ValueError, match="use_dynamic_shifting"):
         check_sampling_scheduler(FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "flow")
     with pytest.raises(ValueError, match="without use_flow_sigmas"):

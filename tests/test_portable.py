@@ -7,14 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers.utils.dynamic_modules_utils import get_relative_imports
-from pipeline_parts import StubUNet, scheduler_for, seeds, tiny_pipeline, tiny_unconditional
+from pipeline_parts import StubUNet, scheduler_for, seeds, tiny_pipeline, tiny_unconditional, tiny_unet
 
+from unet_attn.pipelines.image_to_image import ImageToImagePipeline
+from unet_attn.pipelines.inpaint import InpaintPipeline
+from unet_attn.pipelines.interpolate import InterpolationPipeline
 from unet_attn.pipelines.portable import bundle_source, code_files
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.text_encoder import PretrainedText, TextEncoder
@@ -25,6 +29,9 @@ BUNDLED = {
     TextEncoder: "unet_attn.text_encoder",
     PretrainedText: "unet_attn.text_encoder",
     TextToImagePipeline: "unet_attn.pipelines.text_to_image",
+    ImageToImagePipeline: "unet_attn.pipelines.image_to_image",
+    InpaintPipeline: "unet_attn.pipelines.inpaint",
+    InterpolationPipeline: "unet_attn.pipelines.interpolate",
 }
 
 HIDE = """
@@ -109,6 +116,8 @@ np.save(f"{out}/custom.npy", picture(load(folder, custom_pipeline=stem)))
 pickle.loads(pickle.dumps(pipe.unet))
 pipe.save_pretrained(f"{out}/again")
 np.save(f"{out}/again.npy", picture(load(f"{out}/again")))
+shown = pipe("a red heart", num_inference_steps=2, return_attention=True).attention[0]
+print("words:", *shown.words, float((shown.maps.sum(dim=0) - 1).abs().max()) < 1e-5)
 try:
     pipe.scheduler = DDIMScheduler()
     pipe("a")
@@ -139,6 +148,10 @@ def test_stock_loading_says_nothing_alarming(hidden_run):
 def test_a_bundle_refuses_what_the_package_refuses(hidden_run):
     assert "refused: DDIMScheduler cannot sample a flow model" in hidden_run[1].stdout
     assert "own loader: AttnUNet2D needs unet-attn installed" in hidden_run[1].stdout
+
+
+def test_a_bundle_shows_its_attention(hidden_run):
+    assert "words: a red heart True" in hidden_run[1].stdout
 
 
 def test_a_folder_saved_again_without_our_package_has_the_same_code(saved, hidden_run):
@@ -207,6 +220,28 @@ np.save(f"{sys.argv[3]}/2.npy", picture(own))
         np.testing.assert_array_equal(np.load(tmp_path / f"{number}.npy"), saved[1])
 
 
+def test_another_kind_of_pipeline_with_a_guide_loads_without_our_package(tmp_path):
+    pipe = InpaintPipeline.from_pipe(tiny_pipeline(), guide_unet=tiny_unet(seed=3))
+    pipe.save_pretrained(tmp_path / "pipe")
+    # loaded weights lie elsewhere in memory than those just made, which alone changes the last bit of a product
+    pipe = InpaintPipeline.from_pretrained(tmp_path / "pipe")
+    image, mask = np.full((12, 12, 3), 0.25), np.zeros((12, 12, 1))
+    mask[:6] = 1.0
+    options = {"num_inference_steps": 3, "output_type": "np"}
+    expected = pipe("a red heart", image, mask, generator=seeds(3), **options).images
+    code = """
+pipe = load(sys.argv[1])
+assert "unet_attn" not in sys.modules and type(pipe).__name__ == "InpaintPipeline"
+image, mask = np.full((12, 12, 3), 0.25), np.zeros((12, 12, 1))
+mask[:6] = 1.0
+generator = [torch.Generator().manual_seed(3)]
+options = {"num_inference_steps": 3, "output_type": "np"}
+np.save(sys.argv[2] + "/found.npy", pipe("a red heart", image, mask, generator=generator, **options).images)
+"""
+    run(code, tmp_path / "cache", tmp_path / "pipe", tmp_path)
+    np.testing.assert_array_equal(np.load(tmp_path / "found.npy"), expected)
+
+
 # --- the files themselves
 
 
@@ -242,6 +277,17 @@ def test_a_bundle_stands_alone_and_defines_no_name_twice(module):
             assert node.level == 0 and node.module.split(".")[0] != "unet_attn", ast.unparse(node)
         if isinstance(node, ast.Import):
             assert all(name.name.split(".")[0] != "unet_attn" for name in node.names), ast.unparse(node)
+
+
+def test_two_modules_with_a_private_helper_of_one_name_do_not_take_each_others(tmp_path):
+    """images and sources each have a `_reason`; both are in the bundle of the pipelines that read pictures."""
+    source = bundle_source("unet_attn.pipelines.image_to_image")
+    assert "def _reason(" in source and "def _reason_of_images(" in source
+    (tmp_path / "broken.png").write_bytes(b"")
+    (tmp_path / "bundle.py").write_text(source)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import bundle; bundle.load_image(sys.argv[1] + '/broken.png')"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stderr.strip().splitlines()[-1].endswith("broken.png: the file is empty")
 
 
 def defined_names(node):
@@ -291,3 +337,23 @@ def test_a_part_of_a_class_that_cannot_go_along_is_refused_before_anything_is_wr
     with pytest.raises(ValueError, match="unet is a StubUNet of the module pipeline_parts"):
         pipe.save_pretrained(tmp_path / "pipe")
     assert not (tmp_path / "pipe").exists()
+
+
+def test_pushing_to_the_hub_uploads_a_folder_that_loads(tmp_path, monkeypatch):
+    """Only the hub is played, by a local folder; what would be uploaded is what diffusers hands over."""
+    from diffusers.utils import hub_utils
+
+    def create_repo(repo_id, **options):
+        return types.SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(*, repo_id, folder_path, **options):
+        shutil.copytree(folder_path, tmp_path / repo_id)
+        return repo_id
+
+    monkeypatch.setattr(hub_utils, "create_repo", create_repo)
+    monkeypatch.setattr(hub_utils, "upload_folder", upload_folder)
+    pipe = tiny_pipeline()
+    assert pipe.push_to_hub("someone/hearts") == "someone/hearts"
+    np.testing.assert_array_equal(picture(quietly_loaded(tmp_path / "someone" / "hearts")), picture(pipe))
+    index = json.loads((tmp_path / "someone" / "hearts" / "model_index.json").read_text())
+    assert (tmp_path / "someone" / "hearts" / f"{index['_class_name'][0]}.py").is_file()

@@ -70,6 +70,64 @@ def test_each_picture_has_its_own_seed_in_name_and_metadata_and_is_made_again_al
     assert grid.width == 3 * (96 + 6) + 6
 
 
+@pytest.mark.parametrize("scheduler", ["FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+def test_a_picture_is_made_again_from_its_file(run_folder, tmp_path, scheduler):
+    options = ["--prompt", "cloud 雲", "", "--negative_prompt", "blue", "--num_images", "2", "--seed", "7"]
+    options += ["--guidance_scale", "4.5", "--height", "8", "--scheduler", scheduler, "--dtype", "bfloat16"]
+    assert call(run_folder, tmp_path / "all", *options) == 0
+    for number, path in enumerate(pictures(tmp_path / "all").values()):
+        out = tmp_path / str(number)
+        assert sample_script.main([str(run_folder), "--out", str(out), "--like", str(path)]) == 0
+        (again,) = pictures(out).values()
+        assert again.name == path.name and Image.open(again).text == Image.open(path).text
+        difference = np.asarray(Image.open(again)).astype(int) - np.asarray(Image.open(path))
+        assert np.abs(difference).max() <= 4  # bfloat16 rounds a batch of four otherwise than one alone
+
+
+def test_a_picture_without_prompt_or_with_noise_in_its_steps_is_made_again(unconditional_folder, tmp_path):
+    options = ["--num_images", "3", "--scheduler", "DDPMScheduler"]
+    assert call(unconditional_folder, tmp_path / "all", *options) == 0
+    path = tmp_path / "all" / "00002.png"
+    assert "prompt" not in Image.open(path).text
+    assert sample_script.main([str(unconditional_folder), "--out", str(tmp_path / "one"), "--like", str(path)]) == 0
+    difference = np.asarray(Image.open(tmp_path / "one" / "00002.png")).astype(int) - np.asarray(Image.open(path))
+    assert np.abs(difference).max() <= 1
+
+
+def test_what_cannot_be_made_again_is_refused_in_one_line(run_folder, tmp_path, capsys):
+    Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
+    (tmp_path / "text.png").write_text("no picture")
+    for arguments, message in (
+        (["--like", str(tmp_path / "plain.png")], "does not say how it was made (no seed, steps,"),
+        (["--like", str(tmp_path / "text.png")], "text.png is not a picture"),
+        (["--like", str(tmp_path / "none.png")], "none.png"),
+        (["--like", str(tmp_path / "plain.png"), "--seed", "3", "--steps", "2"], "leave out --seed, --steps"),
+    ):
+        code = sample_script.main([str(run_folder), "--out", str(tmp_path / "out"), *arguments])
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert code == 2 and error.startswith("error: ")
+        assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_attention_is_written_beside_each_picture(run_folder, unconditional_folder, tmp_path, capsys):
+    for name, extra in (("plain", []), ("shown", ["--attention"])):
+        assert call(run_folder, tmp_path / name, "--prompt", "a red heart", "", *extra) == 0
+    assert {path.name for path in (tmp_path / "shown").iterdir()} == {
+        "00000-a-red-heart.png",
+        "00000-a-red-heart-attention.png",
+        "00001.png",
+        "00001-attention.png",
+        "grid.png",
+    }
+    for path in (tmp_path / "plain").iterdir():
+        assert path.read_bytes() == (tmp_path / "shown" / path.name).read_bytes()
+    sheet = Image.open(tmp_path / "shown" / "00000-a-red-heart-attention.png")
+    assert sheet.width == 4 * (96 + 6) + 6  # the picture and its three words
+    assert call(unconditional_folder, tmp_path / "none", "--attention") == 2
+    assert "trained without text: it has no attention" in capsys.readouterr().err
+
+
 def test_two_processes_write_the_same_files(run_folder, tmp_path):
     for name in ("first", "second"):
         command = [sys.executable, str(SCRIPT), str(run_folder), "--prompt", "a heart", "--steps", "2"]

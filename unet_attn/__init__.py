@@ -7,6 +7,7 @@ diffusers nor transformers, which take over ten seconds on a small machine.
 from importlib import import_module
 
 _MODULE_OF = {
+    "AttentionChoice": "unet_attn.pipelines.attention_maps",
     "AttentionHead": "unet_attn.attention",
     "AttnUNet2D": "unet_attn.unet",
     "CaptionedImages": "unet_attn.data",
@@ -14,6 +15,10 @@ _MODULE_OF = {
     "DecoderLayer": "unet_attn.transformer",
     "EncoderLayer": "unet_attn.transformer",
     "FeedForward": "unet_attn.transformer",
+    "Guidance": "unet_attn.pipelines.guidance",
+    "ImageToImagePipeline": "unet_attn.pipelines.image_to_image",
+    "InpaintPipeline": "unet_attn.pipelines.inpaint",
+    "InterpolationPipeline": "unet_attn.pipelines.interpolate",
     "MultiHeadAttention": "unet_attn.attention",
     "Objective": "unet_attn.objective",
     "PretrainedText": "unet_attn.text_encoder",

@@ -57,6 +57,10 @@ _NO_SAMPLE_PREDICTION = (
     "KDPM2AncestralDiscreteScheduler",
     "PNDMScheduler",
 )
+# These go from a picture to the noise it comes from. With `sample` the first of its steps divides 0 by 0.
+_INVERSION = {"epsilon": ("DDIMInverseScheduler",), "v_prediction": ("DDIMInverseScheduler",)}
+# in the multistep schedulers each of these puts noise levels of another kind in the place of the flow's
+_OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 _TRAINING_SCHEDULERS = {
     "flow": ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"),
     "discrete": ("DDIMScheduler", "DDPMScheduler"),
@@ -210,11 +214,27 @@ def sampling_schedulers(prediction_type: PredictionType) -> tuple[str, ...]:
     return _DISCRETE_SAMPLERS
 
 
+def inversion_schedulers(prediction_type: PredictionType) -> tuple[str, ...]:
+    """The names of the stock schedulers that turn a picture into its noise, for a model of the prediction type."""
+    _require("prediction_type", prediction_type, PREDICTION_TYPES)
+    return _INVERSION.get(prediction_type, ())
+
+
+def clean_coefficients(prediction_type: PredictionType, alpha: float, sigma: float) -> tuple[float, float]:
+    """(a, b) with which a x_t + b prediction is the clean picture, where x_t = alpha x + sigma n."""
+    _require("prediction_type", prediction_type, PREDICTION_TYPES)
+    if prediction_type == "flow":
+        return 1.0, -sigma
+    if prediction_type == "epsilon":
+        return 1.0 / alpha, -sigma / alpha
+    return (alpha, -sigma) if prediction_type == "v_prediction" else (0.0, 1.0)
+
+
 def check_sampling_scheduler(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:
     """Refuse a scheduler that would sample a model of the prediction type wrongly, with a ValueError that says why."""
     name = type(scheduler).__name__
     allowed = sampling_schedulers(prediction_type)
-    if not _is_one_of(scheduler, allowed):
+    if not _is_one_of(scheduler, allowed + inversion_schedulers(prediction_type)):
         raise ValueError(f"{name} cannot sample a {prediction_type} model; these can: {', '.join(allowed)}")
     found = scheduler_prediction_type(scheduler)
     if found != prediction_type:
@@ -227,6 +247,9 @@ def check_sampling_scheduler(scheduler: SchedulerMixin, prediction_type: Predict
         raise ValueError(
             "DDIMScheduler with timestep_spacing linspace misses its own next step: use leading or trailing"
         )
+    spacings = [key for key in _OTHER_SIGMAS if scheduler.config.get(key, False)]
+    if prediction_type == "flow" and spacings and not name.startswith("FlowMatch"):
+        raise ValueError(f"{name} with {spacings[0]}=True leaves the flow's own noise levels: set it to False")
     if scheduler.config.get("use_dynamic_shifting", False):
         raise ValueError(
             f"{name} with use_dynamic_shifting=True needs a shift per picture size, which is not supported"

@@ -1,0 +1,317 @@
+"""What every pipeline of this package does between its arguments and its pictures.
+
+A pipeline's `__call__` checks its arguments into a `Job`, encodes the captions, makes the start, and runs `_denoise`.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from diffusers import ImagePipelineOutput, ModelMixin, SchedulerMixin
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from unet_attn.objective import FLOW_TIME_SCALE, check_sampling_scheduler, clean_coefficients
+from unet_attn.pipelines.attention_maps import AttentionChoice, AttentionRecorder, WordMaps
+from unet_attn.pipelines.captions import Words, caption_words, encode_captions
+from unet_attn.pipelines.guidance import Guidance, Guide
+from unet_attn.pipelines.inputs import (
+    check_count,
+    check_finite,
+    check_generators,
+    check_negative_prompts,
+    check_number,
+    check_output_type,
+    check_prompts,
+    check_size,
+    check_steps,
+    to_output,
+)
+from unet_attn.pipelines.parts import PipelineOfParts
+
+CALLBACK_TENSORS = ("latents",)
+
+Callback = Callable[["SamplingPipeline", int, Tensor, dict[str, Tensor]], dict[str, Tensor] | None]
+
+
+@dataclass
+class SampledPictures(ImagePipelineOutput):
+    """images: as output_type says; attention: where it was asked for, the WordMaps of each picture."""
+
+    attention: list[WordMaps] | None = None
+
+
+class Text(NamedTuple):
+    """The U-Net's text arguments, a row for each picture: for the prompts, and for what they are led away from."""
+
+    prompts: dict[str, Tensor]
+    others: dict[str, Tensor]
+    words: list[Words]
+
+
+@dataclass
+class Job:
+    """One call, checked, with all that is settled before its first step.
+
+    prompts: `images` pictures of each; others: for each prompt the caption of the answer that guidance leads away from.
+    """
+
+    prompts: list[str]
+    others: list[str]
+    images: int
+    shape: tuple[int, int, int, int]
+    steps: int
+    generator: torch.Generator | list[torch.Generator] | None
+    scheduler: SchedulerMixin
+    step_options: dict[str, object]
+    guide: Guide
+    output_type: str
+    callback: Callback | None
+    tensor_inputs: list[str]
+    recorder: AttentionRecorder | None
+    device: torch.device
+
+    @property
+    def pictures(self) -> int:
+        return self.shape[0]
+
+    def recording(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.recorder is None else self.recorder.recording()
+
+    def noise(self) -> Tensor:
+        """Standard normal noise, (B, C, H, W) float32, from the call's generators."""
+        return randn_tensor(self.shape, generator=self.generator, device=self.device, dtype=torch.float32)
+
+
+class SamplingPipeline(PipelineOfParts):
+    """The loop that samples, and what stands before and behind it."""
+
+    @property
+    def guidance_scale(self) -> float:
+        return self._guidance_scale
+
+    @property
+    def num_timesteps(self) -> int:
+        return self._num_timesteps
+
+    @property
+    def interrupt(self) -> bool:
+        """Set `_interrupt` in a callback to end the sampling early."""
+        return self._interrupt
+
+    def _prepare(
+        self,
+        prompt: str | list[str] | None,
+        *,
+        negative_prompt: str | list[str] | None,
+        num_images_per_prompt: int,
+        num_inference_steps: int,
+        guidance_scale: float,
+        guidance: Guidance,
+        size: tuple[int | None, int | None],
+        generator: torch.Generator | list[torch.Generator] | None,
+        eta: float,
+        output_type: str,
+        return_attention: bool | AttentionChoice,
+        callback: Callback | None,
+        tensor_inputs: list[str] | None,
+    ) -> Job:
+        """Check what the caller gave, before any compute. The arguments are those of the pipelines' `__call__`."""
+        check_sampling_scheduler(self.scheduler, self.config.prediction_type)
+        has_text = self.text_encoder is not None
+        prompts = check_prompts(prompt, has_text=has_text)
+        negatives = check_negative_prompts(negative_prompt, prompts=len(prompts), has_text=has_text)
+        steps = check_steps(num_inference_steps, self.scheduler.config.num_train_timesteps)
+        channels = self.unet.config.out_channels
+        check_output_type(output_type, channels)
+        pictures = len(prompts) * check_count("num_images_per_prompt", num_images_per_prompt)
+        shape = (pictures, channels, *self._checked_size(*size))
+        device = self._execution_device
+        generator = check_generators(generator, pictures=pictures, device=device)
+        self._guidance_scale = check_number("guidance_scale", guidance_scale)
+        step_options = self._step_options(check_number("eta", eta), generator)
+        if negative_prompt is not None and self.guidance_scale == 1:
+            warnings.warn("negative_prompt has no effect at guidance_scale 1", stacklevel=3)
+
+        # a copy, so that nothing a scheduler remembers passes from one call to the next
+        scheduler = copy.deepcopy(self.scheduler)
+        scheduler.set_timesteps(steps, device=device)
+        self._num_timesteps = len(scheduler.timesteps)
+        self._interrupt = False
+
+        return Job(
+            prompts=prompts,
+            # a weaker network answers to the same prompt, unless it was told otherwise
+            others=prompts if self.guide_unet is not None and negative_prompt is None else negatives,
+            images=num_images_per_prompt,
+            shape=shape,
+            steps=steps,
+            generator=generator,
+            scheduler=scheduler,
+            step_options=step_options,
+            guide=Guide(self.guidance_scale, guidance),
+            output_type=output_type,
+            callback=callback,
+            tensor_inputs=_callback_inputs(callback, tensor_inputs),
+            recorder=self._recorder(return_attention, shape, guidance),
+            device=device,
+        )
+
+    def _encode(self, job: Job) -> Text:
+        """Encode the captions that the guidance needs, in one go. Each prompt's rows stand side by side."""
+        if self.text_encoder is None:
+            return Text({}, {}, [])
+        if self._answers_others_only(job.guide.rules):
+            captions = job.others
+        else:
+            captions = job.prompts if job.guide.scale == 1 else job.others + job.prompts
+        states, mask = encode_captions(captions, self.tokenizer, self.text_encoder)
+        rows = {
+            "encoder_hidden_states": states.to(self.unet.dtype).repeat_interleave(job.images, dim=0),
+            "encoder_attention_mask": mask.repeat_interleave(job.images, dim=0),
+        }
+        words = []
+        if job.recorder is not None:
+            found = caption_words(captions, self.tokenizer, self.text_encoder)[-len(job.prompts) :]
+            words = [each for each in found for _ in range(job.images)]
+        return Text(
+            {name: value[-job.pictures :] for name, value in rows.items()},
+            {name: value[: job.pictures] for name, value in rows.items()},
+            words,
+        )
+
+    def _denoise(
+        self,
+        job: Job,
+        text: Text,
+        latents: Tensor,
+        *,
+        first: int = 0,
+        after_step: Callable[[int, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Take latents (B, C, H, W) float32 from the noise of scheduler.timesteps[first] to clean pictures.
+
+        after_step: called as f(step, latents) after each step of the scheduler, gives the latents to go on with.
+        Raises ValueError naming the pictures that came out as NaN or infinity.
+        """
+        scheduler, timesteps = job.scheduler, job.scheduler.timesteps
+        finite = torch.ones(job.pictures, dtype=torch.bool, device=job.device)
+
+        with self.progress_bar(total=job.steps - first // scheduler.order) as progress:
+            for step in range(first, len(timesteps)):
+                if self.interrupt:
+                    continue
+
+                prediction = self._predict(job, step, latents, text)
+                # noted here, as a scheduler that clips turns infinity into an ordinary white
+                finite &= prediction.isfinite().flatten(1).all(dim=1)
+                latents = scheduler.step(prediction, timesteps[step], latents, **job.step_options).prev_sample
+                if after_step is not None:
+                    latents = after_step(step, latents)
+
+                if job.callback is not None:
+                    values = dict.fromkeys(job.tensor_inputs, latents)
+                    changed = job.callback(self, step, timesteps[step], values) or {}
+                    latents = changed.get("latents", latents)
+                if (step + 1) % scheduler.order == 0 or step + 1 == len(timesteps):
+                    progress.update()
+
+        check_finite(finite & latents.isfinite().flatten(1).all(dim=1))
+        return latents
+
+    def _finish(
+        self, job: Job, text: Text, latents: Tensor, *, return_dict: bool
+    ) -> SampledPictures | tuple[object, ...]:
+        images = to_output(latents, job.output_type)
+        attention = None if job.recorder is None else job.recorder.word_maps(text.words)
+        self.maybe_free_model_hooks()
+        if return_dict:
+            return SampledPictures(images=images, attention=attention)
+        return (images,) if attention is None else (images, attention)
+
+    def _predict(self, job: Job, step: int, latents: Tensor, text: Text) -> Tensor:
+        """The guided prediction for latents (B, C, H, W), float32."""
+        scheduler, timestep = job.scheduler, job.scheduler.timesteps[step]
+        sample = scheduler.scale_model_input(latents, timestep) if hasattr(scheduler, "scale_model_input") else latents
+        if self.config.prediction_type == "flow":
+            # the multistep schedulers round their timesteps down to whole numbers; sigma is the flow's time itself
+            sigma = float(scheduler.sigmas[step])
+            alpha, timestep = 1.0 - sigma, FLOW_TIME_SCALE * scheduler.sigmas[step].to(sample.device)
+        else:
+            # of the nearest trained step, where a scheduler stands between two
+            alpha = float(scheduler.alphas_cumprod[round(float(timestep))]) ** 0.5
+            sigma = (1.0 - alpha**2) ** 0.5
+        if job.recorder is not None:
+            job.recorder.step = step
+
+        has_other = bool(text.others) or self.guide_unet is not None
+        only_other = self._answers_others_only(job.guide.rules)
+        guided = has_other and not only_other and job.guide.acts_at(sigma / alpha if alpha else float("inf"))
+        answer, other = self._answers(sample, timestep, text, guided=guided)
+        if other is None:
+            return answer
+        return job.guide(answer, other, sample, clean_coefficients(self.config.prediction_type, alpha, sigma))
+
+    def _answers(self, sample: Tensor, timestep: Tensor, text: Text, *, guided: bool) -> tuple[Tensor, Tensor | None]:
+        """The answer to the prompts and, where it is guided, the other one; of one U-Net in one forward pass."""
+        if not guided:
+            return _forward(self.unet, sample, timestep, text.prompts), None
+        if self.guide_unet is not None:
+            answer = _forward(self.unet, sample, timestep, text.prompts)
+            return answer, _forward(self.guide_unet, sample, timestep, text.others)
+        rows = {name: torch.cat([text.others[name], text.prompts[name]]) for name in text.prompts}
+        other, answer = _forward(self.unet, torch.cat([sample, sample]), timestep, rows).chunk(2)
+        return answer, other
+
+    def _answers_others_only(self, rules: Guidance) -> bool:
+        """Scale 0 gives the prompts no weight, so that their rows can be left out."""
+        return self.guidance_scale == 0 and self.guide_unet is None and not rules.is_projected and rules.is_everywhere
+
+    def _recorder(
+        self, asked: bool | AttentionChoice, shape: tuple[int, int, int, int], rules: Guidance
+    ) -> AttentionRecorder | None:
+        if asked is False:
+            return None
+        if self.text_encoder is None:
+            raise ValueError("this model was trained without text: it has no attention to return")
+        if self._answers_others_only(rules):
+            raise ValueError("at guidance_scale 0 the prompts are not looked at: there is no attention to return")
+        choice = asked if isinstance(asked, AttentionChoice) else AttentionChoice()
+        return AttentionRecorder(self.unet, choice, pictures=shape[0], size=shape[2:], steps=self.num_timesteps)
+
+    def _checked_size(self, height: int | None, width: int | None) -> tuple[int, int]:
+        size = self.unet.config.sample_size
+        return check_size(
+            size if height is None else height, size if width is None else width, self.unet.downsample_factor
+        )
+
+    def _step_options(
+        self, eta: float, generator: torch.Generator | list[torch.Generator] | None
+    ) -> dict[str, float | torch.Generator | list[torch.Generator] | None]:
+        """What the scheduler's step() takes of eta and generator."""
+        accepted = inspect.signature(self.scheduler.step).parameters
+        if eta and "eta" not in accepted:
+            warnings.warn(f"eta has no effect: {type(self.scheduler).__name__} has no such setting", stacklevel=4)
+        if isinstance(generator, list) and len(generator) == 1:
+            generator = generator[0]
+        return {name: value for name, value in (("eta", eta), ("generator", generator)) if name in accepted}
+
+
+def _forward(unet: ModelMixin, sample: Tensor, timestep: Tensor, text: dict[str, Tensor]) -> Tensor:
+    return unet(sample.to(unet.dtype), timestep, **text).sample.float()
+
+
+def _callback_inputs(callback: Callback | None, names: list[str] | None) -> list[str]:
+    if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
+        names = callback.tensor_inputs
+    names = list(CALLBACK_TENSORS) if names is None else names
+    unknown = [name for name in names if name not in CALLBACK_TENSORS]
+    if unknown:
+        raise ValueError(f"callback_on_step_end_tensor_inputs may name latents, got {', '.join(map(str, unknown))}")
+    return names

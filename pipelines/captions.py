@@ -1,0 +1,76 @@
+"""Captions as the networks see them: tokens, their encoded vectors, and which tokens make up which word."""
+
+import re
+from typing import NamedTuple
+
+import torch
+from diffusers import ModelMixin
+from torch import Tensor
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+UNBOUNDED = 10**6  # transformers writes 1e30 for a tokenizer whose limit is not known
+
+
+def encode_captions(
+    captions: list[str], tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin
+) -> tuple[Tensor, Tensor]:
+    """Encode captions for the U-Net; the empty caption stands for no caption (guidance, caption dropout).
+
+    captions: B strings, padded to the longest and cut to what tokenizer and encoder hold, keeping the end token.
+    Returns (B, N, D) vectors, through which gradients flow, and their mask (B, N) bool, True = real token.
+    """
+    tokens = tokenize(captions, tokenizer, text_encoder).to(text_encoder.device)
+    output = text_encoder(tokens.input_ids, tokens.attention_mask)
+    return output.last_hidden_state, tokens.attention_mask.bool()
+
+
+def tokenize(
+    captions: list[str], tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin, *, with_places: bool = False
+) -> BatchEncoding:
+    """The captions' tokens, (B, N) each; with_places adds each token's place in its caption, and which are special."""
+    pretrained = text_encoder.config.get("model_config") or {}
+    limits = (text_encoder.config.get("max_length"), pretrained.get("max_position_embeddings"))
+    limit = min(tokenizer.model_max_length, *(each or UNBOUNDED for each in limits))
+    bounds = {"truncation": True, "max_length": limit} if limit < UNBOUNDED else {}
+    places = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if with_places else {}
+    return tokenizer(captions, padding=True, return_tensors="pt", **bounds, **places)
+
+
+class Words(NamedTuple):
+    """The words of one caption that its tokens hold.
+
+    names: W words as written; tokens: (W, N) float32, 1 where the token belongs to the word, 0 elsewhere, as for the
+    special tokens and padding.
+    """
+
+    names: tuple[str, ...]
+    tokens: Tensor
+
+
+def caption_words(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> list[Words]:
+    """The words of each caption, over the tokens that `encode_captions` makes of the same list.
+
+    A word is what stands between spaces. A word that was cut off as a whole is left out.
+    Raises ValueError for a tokenizer that does not know where in the caption its tokens come from.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} cannot tell which token belongs to which word: use a fast one")
+    encoding = tokenize(captions, tokenizer, text_encoder, with_places=True)
+    places, special = encoding.offset_mapping.tolist(), encoding.special_tokens_mask.tolist()
+    return [_words(*each) for each in zip(captions, places, special, strict=True)]
+
+
+def _words(caption: str, places: list[list[int]], special: list[int]) -> Words:
+    """places: N pairs of first and one past the last character; special: N flags, set for padding as well."""
+    words = list(re.finditer(r"\S+", caption))
+    tokens = torch.zeros(len(words), len(places))
+    for token, (start, _) in enumerate(places):
+        if special[token]:
+            continue
+        # the first word that ends behind the token's start, so that a space before a word is the word's
+        row = next((row for row, word in enumerate(words) if word.end() > start), None)
+        if row is not None:
+            tokens[row, token] = 1.0
+    kept = tokens.any(dim=1)
+    names = tuple(word.group() for word, keep in zip(words, kept.tolist(), strict=True) if keep)
+    return Words(names, tokens[kept])

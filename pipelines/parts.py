@@ -1,0 +1,175 @@
+"""The parts of a pipeline: what fits together, and how it is loaded, saved and shared."""
+
+from os import PathLike
+from typing import TypeVar
+
+import torch
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+from transformers import PreTrainedTokenizerBase
+
+from unet_attn.objective import check_sampling_scheduler, declare_prediction_type, scheduler_prediction_type
+from unet_attn.pipelines.loading import check_format_version, load_components
+from unet_attn.pipelines.portable import check_portable, write_code_files
+
+FORMAT_VERSION = 1
+
+Pipeline = TypeVar("Pipeline", bound="PipelineOfParts")
+
+
+class PipelineOfParts(DiffusionPipeline):
+    """A pipeline's parts: checked against each other, loaded, saved, and shared with another by `from_pipe`.
+
+    unet: an AttnUNet2D; scheduler: a diffusers scheduler that fits the model's prediction type; text_encoder and
+    tokenizer: both, or neither for an unconditional model; guide_unet: a weaker AttnUNet2D of the same pictures and
+    text (smaller, or trained less), away from whose answer the guidance leads, in place of the unconditional one;
+    prediction_type: what the U-Net predicts, by default what the scheduler says. It is kept in model_index.json, and a
+    scheduler of another type is refused from then on.
+    Raises ValueError if the parts do not fit each other.
+    """
+
+    model_cpu_offload_seq = "text_encoder->unet->guide_unet"
+    _optional_components = ["text_encoder", "tokenizer", "guide_unet"]  # noqa: RUF012  diffusers reads it from the class
+    _callback_tensor_inputs = ["latents"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        unet: ModelMixin,
+        scheduler: SchedulerMixin,
+        text_encoder: ModelMixin | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        guide_unet: ModelMixin | None = None,
+        prediction_type: str | None = None,
+        format_version: int = FORMAT_VERSION,
+    ) -> None:
+        super().__init__()
+        check_format_version(format_version, FORMAT_VERSION, "this pipeline")
+        _check_parts(unet, text_encoder, tokenizer, guide_unet)
+        prediction_type = prediction_type or scheduler_prediction_type(scheduler)
+        check_sampling_scheduler(scheduler, prediction_type)
+        # so that any class made from its config knows what the model predicts
+        declare_prediction_type(scheduler, prediction_type)
+        self.register_modules(
+            unet=unet, scheduler=scheduler, text_encoder=text_encoder, tokenizer=tokenizer, guide_unet=guide_unet
+        )
+        self.register_to_config(prediction_type=prediction_type, format_version=format_version)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Pipeline],
+        pretrained_model_name_or_path: str | PathLike,
+        *,
+        dtype: str | torch.dtype | None = None,
+        torch_dtype: str | torch.dtype | None = None,
+        variant: str | None = None,
+        unet: ModelMixin | None = None,
+        scheduler: SchedulerMixin | None = None,
+        text_encoder: ModelMixin | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        guide_unet: ModelMixin | None = None,
+    ) -> Pipeline:
+        """Load a saved pipeline with the installed classes. Nothing in the folder is executed.
+
+        pretrained_model_name_or_path: a folder, or the id of a repository on the hub; dtype (older name: torch_dtype):
+        of all weights, by default float32; variant: of the weight files, as in `save_pretrained`; unet, scheduler,
+        text_encoder, tokenizer, guide_unet: used in place of the saved ones.
+        Raises FileNotFoundError if it is no pipeline, and ValueError if weights are missing, left over or of a wrong
+        shape, naming them: never does a model come back with random weights.
+        """
+        given = _parts(unet, scheduler, text_encoder, tokenizer, guide_unet)
+        components, options = load_components(
+            pretrained_model_name_or_path,
+            given={name: value for name, value in given.items() if value is not None},
+            names=tuple(given),
+            dtype=dtype if dtype is not None else torch_dtype,
+            variant=variant,
+        )
+        kept = {name: options[name] for name in ("prediction_type", "format_version") if name in options}
+        pipeline = cls(**components, **kept)
+        pipeline.register_to_config(_name_or_path=str(pretrained_model_name_or_path))
+        return pipeline
+
+    @classmethod
+    def from_pipe(
+        cls: type[Pipeline],
+        pipeline: "PipelineOfParts",
+        *,
+        unet: ModelMixin | None = None,
+        scheduler: SchedulerMixin | None = None,
+        text_encoder: ModelMixin | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        guide_unet: ModelMixin | None = None,
+    ) -> Pipeline:
+        """Another kind of pipeline over the same parts, which are shared, not copied; parts given here replace its own.
+
+        diffusers' own `from_pipe` would turn shared half-precision weights into float32; here they stay as they are.
+        """
+        given = _parts(unet, scheduler, text_encoder, tokenizer, guide_unet)
+        parts = {name: pipeline.components.get(name) if value is None else value for name, value in given.items()}
+        made = cls(**parts, prediction_type=pipeline.config.prediction_type)
+        if pipeline.config.get("_name_or_path") is not None:
+            made.register_to_config(_name_or_path=pipeline.config["_name_or_path"])
+        made.set_progress_bar_config(**getattr(pipeline, "_progress_bar_config", {}))
+        return made
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        *,
+        safe_serialization: bool = True,
+        variant: str | None = None,
+        max_shard_size: int | str | None = None,
+    ) -> None:
+        """Save everything, with the code that loads it where unet-attn is not installed.
+
+        `TextToImagePipeline.from_pretrained(dir)` reads the folder, and so does
+        `DiffusionPipeline.from_pretrained(dir, trust_remote_code=True)`. To publish it use `push_to_hub(repo_id)`.
+        Raises ValueError before anything is written if a part cannot be loaded elsewhere.
+        """
+        check_portable(self)
+        check_sampling_scheduler(self.scheduler, self.config.prediction_type)
+        super().save_pretrained(
+            save_directory, safe_serialization=safe_serialization, variant=variant, max_shard_size=max_shard_size
+        )
+        write_code_files(self, save_directory)
+
+
+def _parts(
+    unet: ModelMixin | None,
+    scheduler: SchedulerMixin | None,
+    text_encoder: ModelMixin | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    guide_unet: ModelMixin | None,
+) -> dict[str, object]:
+    return {
+        "unet": unet,
+        "scheduler": scheduler,
+        "text_encoder": text_encoder,
+        "tokenizer": tokenizer,
+        "guide_unet": guide_unet,
+    }
+
+
+def _check_parts(
+    unet: ModelMixin,
+    text_encoder: ModelMixin | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    guide_unet: ModelMixin | None,
+) -> None:
+    """Refuse parts that do not fit each other: their first call would fail deep inside."""
+    if (text_encoder is None) != (tokenizer is None):
+        raise ValueError("text_encoder and tokenizer go together: give both, or neither for a model without text")
+    wanted = unet.config.get("context_dim")
+    found = None if text_encoder is None else text_encoder.output_dim
+    if wanted != found:
+        raise ValueError(f"the U-Net has context_dim {wanted}, but the text encoder's output_dim is {found}")
+    if guide_unet is None:
+        return
+    for key in ("in_channels", "out_channels", "context_dim"):
+        ours, others = unet.config.get(key), guide_unet.config.get(key)
+        if ours != others:
+            raise ValueError(f"guide_unet must have the U-Net's {key} {ours}, got {others}")
+    if unet.downsample_factor % guide_unet.downsample_factor:
+        raise ValueError(
+            f"guide_unet has downsample_factor {guide_unet.downsample_factor}, which must divide the U-Net's "
+            f"{unet.downsample_factor}"
+        )

@@ -1,0 +1,129 @@
+"""Pictures that a caller gives to a pipeline, as the network sees them, and how they are noised."""
+
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import SchedulerMixin
+from einops import rearrange
+from PIL import Image
+from torch import Tensor
+
+from unet_attn.images import load_image, to_tensor
+
+Picture = str | Path | Image.Image | np.ndarray | Tensor
+# PNG holds these; load_image then makes of them what it makes of a file, transparency and orientation included
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+
+# These reckon their orders from the first of all steps, so that a start at a later one takes wrong coefficients.
+FIRST_STEP_ONLY = ("LMSDiscreteScheduler", "PNDMScheduler")
+
+
+def read_pictures(
+    pictures: Picture | list[Picture], *, channels: int, size: tuple[int | None, int | None], name: str = "image"
+) -> Tensor:
+    """Pictures of any kind as (B, C, H, W) float32 in [-1, 1].
+
+    pictures: one or a list of files, PIL pictures, arrays uint8 (H, W[, C]) or float (H, W, C) in [0, 1], or tensors
+    (C, H, W) in [0, 1]; or one float array (B, H, W, C) or tensor (B, C, H, W). size: the height and width to scale
+    files and PIL pictures to; None leaves a side as it is. name: of the argument, for errors.
+    Raises ValueError if they are of no such kind, or not all of one size, or hold values out of their range.
+    """
+    if isinstance(pictures, np.ndarray | Tensor) and pictures.ndim == 4:
+        pictures = list(pictures)
+    if not isinstance(pictures, list):
+        pictures = [pictures]
+    if not pictures:
+        raise ValueError(f"{name} must be a picture or a list of them, got an empty list")
+    read = [_read(picture, channels, size, name) for picture in pictures]
+    for picture in read:
+        if picture.shape != read[0].shape:
+            raise ValueError(
+                f"every {name} of a call must have one size, got {_size(read[0])} and {_size(picture)}: "
+                "give height and width, or scale them"
+            )
+        if picture.shape[0] != channels:
+            raise ValueError(f"{name} must have {channels} channels, as the U-Net, got {picture.shape[0]}")
+    return torch.stack(read)
+
+
+def spread(pictures: Tensor, *, prompts: int, images: int, name: str = "image") -> Tensor:
+    """One picture for all prompts, or one each, as a row for each picture to make. (1 or prompts, ...) to (B, ...)."""
+    if pictures.shape[0] not in (1, prompts):
+        raise ValueError(f"got {pictures.shape[0]} pictures as {name} for {prompts} prompts: give one, or one each")
+    return pictures.expand(prompts, -1, -1, -1).repeat_interleave(images, dim=0)
+
+
+def noised(scheduler: SchedulerMixin, pictures: Tensor, noise: Tensor, step: int) -> Tensor:
+    """The pictures at the noise level at which the scheduler's timesteps[step] begins. (B, C, H, W), float32."""
+    timestep = scheduler.timesteps[step : step + 1].expand(len(pictures))
+    if scheduler.config.get("prediction_type") == "flow_prediction" or hasattr(scheduler, "scale_noise"):
+        # a flow, by its own sigma: stock methods look it up by the timestep, which may have been rounded to another's
+        sigma = scheduler.sigmas[step].to(pictures.device)
+        return (1.0 - sigma) * pictures + sigma * noise
+    return scheduler.add_noise(pictures, noise, timestep)
+
+
+def first_step(scheduler: SchedulerMixin, strength: float, steps: int) -> int:
+    """The place in scheduler.timesteps at which a picture changed by `strength` begins, and the scheduler set to it.
+
+    strength: in (0, 1], the share of the steps that is done, at least one. Raises ValueError for another, and for a
+    scheduler that must begin at its first step, or goes from pictures to noise.
+    """
+    if not hasattr(scheduler, "add_noise") and not hasattr(scheduler, "scale_noise"):
+        raise ValueError(f"{type(scheduler).__name__} does not sample, it inverts: use another scheduler")
+    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 < strength <= 1:
+        raise ValueError(f"strength must lie above 0 and at most at 1, got {strength!r}")
+    done = max(1, round(steps * strength))
+    if done == steps:
+        return 0
+    name = next((each.__name__ for each in type(scheduler).__mro__ if each.__name__ in FIRST_STEP_ONLY), None)
+    if name is not None:
+        raise ValueError(f"{name} must begin at its first step: use another scheduler, or strength 1")
+    first = (steps - done) * scheduler.order
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(first)
+    return first
+
+
+def _read(picture: Picture, channels: int, size: tuple[int | None, int | None], name: str) -> Tensor:
+    if isinstance(picture, np.ndarray) and picture.dtype == np.uint8 and picture.ndim in (2, 3):
+        picture = Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 and picture.ndim == 3 else picture)
+    if isinstance(picture, str | Path | Image.Image):
+        return to_tensor(_resized(load_image(_as_file(picture), channels=channels), size))
+    if isinstance(picture, np.ndarray) and picture.dtype.kind == "f" and picture.ndim == 3:
+        picture = rearrange(torch.from_numpy(np.ascontiguousarray(picture)), "h w c -> c h w")
+    if not isinstance(picture, Tensor) or picture.ndim != 3 or not picture.is_floating_point():
+        kind = f"{picture.dtype} of {picture.ndim} axes" if hasattr(picture, "dtype") else type(picture).__name__
+        raise ValueError(
+            f"{name} must be a file, a PIL picture, an array (H, W, C) or a float tensor (C, H, W), got {kind}"
+        )
+    picture = picture.detach().float()
+    if not bool(((picture >= 0) & (picture <= 1)).all()):
+        raise ValueError(f"{name} must hold values in [0, 1], got {float(picture.min())} to {float(picture.max())}")
+    for side, found, wanted in zip(("height", "width"), picture.shape[1:], size, strict=True):
+        if wanted is not None and found != wanted:
+            raise ValueError(f"{name} has {side} {found}, not {wanted}: arrays and tensors are not scaled")
+    return picture * 2 - 1
+
+
+def _as_file(picture: str | Path | Image.Image) -> str | Path | BytesIO:
+    """An open picture as a file, so that load_image, the one decoding function, sees it as it would on the disk."""
+    if not isinstance(picture, Image.Image):
+        return picture
+    file = BytesIO()
+    (picture if picture.mode in PNG_MODES else picture.convert("RGB")).save(
+        file, "PNG", exif=picture.getexif(), compress_level=0
+    )
+    return file
+
+
+def _resized(image: Image.Image, size: tuple[int | None, int | None]) -> Image.Image:
+    height, width = size
+    size = (image.width if width is None else width, image.height if height is None else height)
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _size(picture: Tensor) -> str:
+    return f"{picture.shape[1]} x {picture.shape[2]}"

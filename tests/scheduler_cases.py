@@ -1,0 +1,100 @@
+"""The schedulers that a pipeline is tried with, and the table of them in docs/schedulers.md.
+
+python tests/scheduler_cases.py     writes the table anew, from the same list that the tests run
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import diffusers
+from pipeline_parts import scheduler_for
+
+from unet_attn.objective import PREDICTION_TYPES, check_sampling_scheduler, inversion_schedulers, scheduler_from_config
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "schedulers.md"
+BEGIN, END = "<!-- table: python tests/scheduler_cases.py -->\n", "<!-- end of table -->\n"
+
+EXACT = 1e-3  # the most that an oracle's picture may differ from the clean one, whose values lie in [-1, 1]
+# The last step of these goes to the schedule's first noise level, not to none: what is left of x_T is about 1 % of it.
+STOPS_EARLY = {"DEISMultistepScheduler": 0.1, "PNDMScheduler": 0.1}
+
+
+class Case(NamedTuple):
+    """One scheduler with settings: `Class.from_config(pipe.scheduler.config, **settings)`."""
+
+    name: str
+    settings: dict[str, object]
+    draws_noise: bool = False
+
+    @property
+    def title(self) -> str:
+        shown = "".join(f", {key}={value!r}" for key, value in self.settings.items())
+        return f"{self.name}{shown}"
+
+    @property
+    def error(self) -> float:
+        return STOPS_EARLY.get(self.name, EXACT)
+
+    def types(self) -> list[str]:
+        """The prediction types that it samples, as the pipeline's own check has it."""
+        return [kind for kind in PREDICTION_TYPES if self._samples(kind)]
+
+    def _samples(self, kind: str) -> bool:
+        config = scheduler_for(kind).config
+        try:
+            made = scheduler_from_config(getattr(diffusers, self.name), {**config, **self.settings})
+            check_sampling_scheduler(made, kind)
+        except ValueError:
+            return False
+        return True
+
+
+CASES = [
+    Case("DDIMScheduler", {}),
+    Case("DDIMScheduler", {"timestep_spacing": "trailing"}),
+    Case("DDPMScheduler", {}, draws_noise=True),
+    Case("DEISMultistepScheduler", {}),
+    Case("DPMSolverMultistepScheduler", {}),
+    Case("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, draws_noise=True),
+    Case("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+    Case("DPMSolverSinglestepScheduler", {}),
+    Case("DPMSolverSinglestepScheduler", {"algorithm_type": "sde-dpmsolver++"}, draws_noise=True),
+    Case("EulerDiscreteScheduler", {}),
+    Case("EulerDiscreteScheduler", {"use_karras_sigmas": True}),
+    Case("EulerAncestralDiscreteScheduler", {}, draws_noise=True),
+    Case("FlowMatchEulerDiscreteScheduler", {}),
+    Case("FlowMatchEulerDiscreteScheduler", {"use_karras_sigmas": True}),
+    Case("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, draws_noise=True),
+    Case("FlowMatchHeunDiscreteScheduler", {}),
+    Case("HeunDiscreteScheduler", {}),
+    Case("KDPM2DiscreteScheduler", {}),
+    Case("KDPM2AncestralDiscreteScheduler", {}, draws_noise=True),
+    Case("LCMScheduler", {}, draws_noise=True),
+    Case("LMSDiscreteScheduler", {}),
+    Case("PNDMScheduler", {}),
+    Case("UniPCMultistepScheduler", {}),
+]
+
+
+def table() -> str:
+    lines = [
+        f"| scheduler | {' | '.join(PREDICTION_TYPES)} | noise in its steps | error of an oracle |",
+        "|---|" + "---|" * (len(PREDICTION_TYPES) + 2),
+    ]
+    for case in CASES:
+        works = ("yes" if kind in case.types() else "refused" for kind in PREDICTION_TYPES)
+        noise = "yes" if case.draws_noise else "no"
+        lines.append(f"| {case.title} | {' | '.join(works)} | {noise} | at most {case.error:g} |")
+    inverts = ("inverts" if inversion_schedulers(kind) else "refused" for kind in PREDICTION_TYPES)
+    lines.append(f"| DDIMInverseScheduler | {' | '.join(inverts)} | no | see below |")
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with the table in its place."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + table() + "\n" + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
