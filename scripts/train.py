@@ -11,6 +11,7 @@ after a checkpoint was saved, so that --train.resume latest goes on.
 
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from unet_attn.data import CaptionedImages
+from unet_attn.data import CaptionedImages, DataError, DataOptions, StreamedImages, open_data
+from unet_attn.inspection import describe_captions
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions, check_start
 from unet_attn.text_encoder import PretrainedText, TextEncoder
@@ -39,7 +41,7 @@ def make_parser() -> ArgumentParser:
     """The command line: the constructors' own parameters, less those that follow from others (see `build`)."""
     parser = ArgumentParser(prog="train.py", description=__doc__.split("\n\n")[0], exit_on_error=False)
     parser.add_argument("--config", action=ActionConfigFile, help="a YAML file; later options override it")
-    parser.add_class_arguments(CaptionedImages, "data", skip={"channels", "seed", "require_captions"})
+    parser.add_class_arguments(DataOptions, "data")
     parser.add_subclass_arguments(
         (TextEncoder, PretrainedText),
         "text_encoder",
@@ -102,6 +104,7 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
 
     Everything that can be wrong without data is built before it is read.
     """
+    data_options = DataOptions(**config.data.as_dict())
     objective = Objective(make(config.scheduler), **config.objective.as_dict())
     has_text = config.text_encoder is not None
     pretrained = has_text and config.text_encoder.class_path.endswith(".PretrainedText")
@@ -117,8 +120,12 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         sample_size=config.data.resolution,
         context_dim=context_dim,
     )
-    data = CaptionedImages(
-        **config.data.as_dict(), channels=config.unet.in_channels, seed=options.seed, require_captions=has_text
+    data = open_data(
+        data_options,
+        channels=config.unet.in_channels,
+        seed=options.seed,
+        require_captions=has_text,
+        multiple_of=unet.downsample_factor,
     )
 
     tokenizer = make_tokenizer(config, data, resume_from, pretrained=pretrained) if has_text else None
@@ -128,8 +135,25 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     return TextConditionalUNet(unet, text_encoder, tokenizer), objective, data
 
 
+def in_turn(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
+    """Make something in the main process and then in the others, which find the checked pictures in the cache.
+
+    An error comes out after all have met: a process that dies alone leaves the others waiting for it.
+    """
+    made, error = None, None
+    if accelerator.is_main_process:
+        try:
+            made = make()
+        except (ValueError, OSError) as raised:
+            error = raised
+    accelerator.wait_for_everyone()
+    if error is not None:
+        raise error
+    return made if accelerator.is_main_process else make()
+
+
 def make_tokenizer(
-    config: Namespace, data: CaptionedImages, resume_from: Path | None, *, pretrained: bool
+    config: Namespace, data: CaptionedImages | StreamedImages, resume_from: Path | None, *, pretrained: bool
 ) -> PreTrainedTokenizerFast:
     """The checkpoint's tokenizer, since captions may have changed; the pretrained text model's; or a new one."""
     if resume_from is not None:
@@ -163,8 +187,11 @@ def train(arguments: list[str] | None) -> int:
     accelerator.print(describe(accelerator))
     resume_from = check_start(options, num_processes=accelerator.num_processes)
 
-    model, objective, data = build(config, options, resume_from)
+    model, objective, data = in_turn(accelerator, lambda: build(config, options, resume_from))
     accelerator.print(data.summary())
+    if model.tokenizer is not None and (cut := describe_captions(data.captions, model.tokenizer).cut):
+        limit = model.tokenizer.model_max_length
+        accelerator.print(f"{cut} captions are longer than {limit} tokens and lose their ends (tokenizer.max_length)")
     accelerator.print(describe_model(model))
     text = parser.dump(config, skip_unset=False)
     trainer = Trainer(model, objective, data, options, accelerator, config=text, resume_from=resume_from)
@@ -181,7 +208,8 @@ def main(arguments: list[str] | None = None) -> int:
         return train(arguments)
     except (ArgumentError, ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            # what is wrong with data is a list of files, a line each
+            print(f"error: {error if isinstance(error, DataError) else ' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 

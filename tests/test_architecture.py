@@ -21,9 +21,17 @@ DIRECTION = """
 attention <- transformer, blocks, convert, diffusers_processor
 attention <- attention_extras <- convert
 transformer, blocks <- unet, text_encoder
-transformer <- image_transformer <- evaluation
-sampler <- data
-sources <- images <- data
+transformer <- image_transformer <- judge, evaluation
+measures <- evaluation, judge, conditioning
+text_encoder, checkpoint, sampler, measures <- judge
+objective, sampler, pipelines <- conditioning
+faults <- metadata <- sources <- tables <- stream <- data <- inspection
+faults <- images <- data_options <- items, tables
+sampler <- items <- stream
+cache, images <- checking <- data
+cache <- tables
+buckets <- data
+encodings <- training
 attention, transformer, unet, text_encoder, objective, data, tokenizer, sampler <- pipelines
 pipelines <- training, evaluation <- scripts
 ema, checkpoint, optim, tracking <- training
@@ -164,5 +172,5 @@ def test_each_lazy_name_is_its_modules_own(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match=re.escape("no attribute 'UNet'; it offers AttentionHead, AttnUNet2D")):
+    with pytest.raises(AttributeError, match=re.escape("no attribute 'UNet'; it offers AttentionChoice, AttentionHead, AttnUNet2D")):
         _ = unet_attn.UNet  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from PIL import Image
 
-from unet_attn.data import CaptionedImages
+from unet_attn.data import CaptionedImages, DataOptions
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 needs_fonts = pytest.mark.skipif(importlib.util.find_spec("qtawesome") is None, reason="qtawesome is not installed")
@@ -64,7 +64,7 @@ def test_icons_are_drawn_once_completely_and_the_trainer_reads_them(tmp_path: Pa
     done = run("prepare_icons.py", "--out", str(out), "--size", "16", "--min-per-word", "300")
     assert done.returncode == 0, done.stderr
     assert "Apache License 2.0" in done.stdout and "MIT License" in done.stdout
-    images = CaptionedImages(out, 16, 1)
+    images = CaptionedImages(DataOptions(path=str(out), resolution=16), channels=1)
     rows = [json.loads(line) for line in (out / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(images) == len(rows) > 300 and not images.faults and all(images.captions)
     assert {row["text"].split()[0] for row in rows} <= {"arrow", "file"}
@@ -152,7 +152,7 @@ def test_emoji_are_composited_on_white_with_names_and_tags(tmp_path: Path, skin_
     options = ["--skin-tones"] if skin_tones else []
     done = run("prepare_emoji.py", "--out", str(out), *options, XDG_CACHE_HOME=str(cache))
     assert done.returncode == 0, done.stderr
-    images = CaptionedImages(out, 32)
+    images = CaptionedImages(DataOptions(path=str(out)))
     by_name = {
         path.relative_to(out).as_posix(): captions for path, captions in zip(images.paths, images.captions, strict=True)
     }

@@ -119,3 +119,64 @@ def test_stratified_times_put_one_sample_into_each_interval() -> None:
     assert not torch.equal(drawn, stratified_uniform(0, 4, 13))
     assert drawn.max() < 1
     assert TIME != NOISE
+
+
+BUCKETS = [0] * 11 + [2] * 5 + [7]  # a large one, a small one, and one with a single picture
+
+
+def test_with_buckets_a_global_batch_is_of_one_bucket_whoever_shares_it() -> None:
+    whole = keys(GlobalBatchSampler(17, 4, seed=1, buckets=BUCKETS), 30)
+    shared = [
+        key
+        for rank in range(2)
+        for key in keys(GlobalBatchSampler(17, 4, seed=1, buckets=BUCKETS, rank=rank, world_size=2, accumulation=2), 60)
+    ]
+
+    for step in range(1, 31):
+        assert len({BUCKETS[key.index] for key in whole if key.step == step}) == 1
+    assert sorted(shared, key=lambda key: (key.step, key.position)) == whole
+
+
+def test_with_buckets_resuming_goes_on_with_the_same_samples() -> None:
+    straight = keys(GlobalBatchSampler(17, 4, seed=1, buckets=BUCKETS), 40)
+
+    for start in (2, 6, 17, 33):
+        resumed = keys(GlobalBatchSampler(17, 4, seed=1, buckets=BUCKETS, start_step=start), 40 - start + 1)
+        assert resumed == straight[4 * (start - 1) :]
+
+
+def test_with_buckets_pictures_of_all_shapes_are_seen_equally_often() -> None:
+    drawn = [key.index for key in keys(GlobalBatchSampler(17, 4, seed=1, buckets=BUCKETS), 17 * 12)]
+    counts = [drawn.count(index) for index in range(17)]
+
+    # 48 epochs of 17 pictures; a bucket is ahead by less than a batch
+    assert all(47 <= count <= 48 for count in counts[:16]) and 48 <= counts[16] <= 52
+
+
+def test_with_buckets_every_picture_has_been_seen_after_the_first_epoch() -> None:
+    steps = 3 + 2 + 1  # batches of 4 that hold 11, 5 and 1 pictures
+    drawn = [key.index for key in keys(GlobalBatchSampler(17, 4, seed=1, buckets=BUCKETS), steps)]
+
+    assert set(drawn) == set(range(17))
+
+
+def test_one_bucket_is_the_same_as_none() -> None:
+    plain, one = GlobalBatchSampler(17, 4, seed=1), GlobalBatchSampler(17, 4, seed=1, buckets=[3] * 17)
+
+    assert keys(plain, 20) == keys(one, 20)
+
+
+def bucket_of(sampler: GlobalBatchSampler, step: int) -> bool:
+    return sampler.indices(step)[0] >= 8
+
+
+def test_the_order_of_buckets_changes_from_epoch_to_epoch() -> None:
+    sampler = GlobalBatchSampler(16, 4, seed=0, buckets=[0] * 8 + [1] * 8)
+    plans = {tuple(bucket_of(sampler, step) for step in range(4 * n + 1, 4 * n + 5)) for n in range(12)}
+
+    assert len(plans) > 3
+
+
+def test_bucket_numbers_must_be_one_for_each_picture() -> None:
+    with pytest.raises(ValueError, match="16 bucket numbers for 17 pictures"):
+        GlobalBatchSampler(17, 4, seed=0, buckets=[0] * 16)

@@ -2,12 +2,14 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from unet_attn.sources import DataError, Found, find_pictures
+from unet_attn.faults import DataError
+from unet_attn.sources import Found, find_pictures
 
 
 def put(folder: Path, *names: str) -> None:
@@ -101,7 +103,7 @@ def test_nested_folders_are_searched_and_hidden_files_counted(tmp_path: Path) ->
     (tmp_path / "1/loop").symlink_to(tmp_path)
     found = find_pictures(tmp_path)
     assert [p.relative_to(tmp_path).as_posix() for p in found.paths] == ["1/2/3/a.png", "b.png"]
-    assert "3 hidden or system files ignored" in found.notes
+    assert "hidden or system: 3 files and 2 folders ignored" in found.notes
 
 
 def test_a_byte_order_mark_and_line_breaks_are_no_part_of_a_caption(tmp_path: Path) -> None:
@@ -179,7 +181,7 @@ def test_a_misnamed_metadata_file_is_pointed_out(tmp_path: Path) -> None:
     put(tmp_path, "a.png")
     (tmp_path / "metadata.json").write_text("[]")
     assert any(
-        "metadata.json is not read: a metadata file is called metadata.jsonl" in n
+        "metadata.json is not read: a table of captions is called metadata.jsonl" in n
         for n in find_pictures(tmp_path).notes
     )
 
@@ -210,6 +212,67 @@ def test_csv_metadata_is_read_and_its_flaws_named(tmp_path: Path) -> None:
     assert "has no column file_name; its first line is 'file;text'" in reasons(find_pictures(tmp_path))[0]
 
 
+def test_parquet_metadata_is_read_and_its_flaws_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    put(tmp_path, "a.png", "sub/b.png", "c.png")
+    names, texts = ["a.png", "sub/b.png", "gone.png"], [["one", "two"], ["three"], None]
+    table = pyarrow.table({"file_name": names, "text": texts, "bytes": [b"x"] * 3})
+    parquet.write_table(table, tmp_path / "metadata.parquet")
+    found = find_pictures(tmp_path)
+    assert captions(found, tmp_path) == {"a.png": ["one", "two"], "c.png": [], "sub/b.png": ["three"]}
+    assert found.kind == "metadata.parquet"
+    assert reasons(found) == ["metadata.parquet: row 3: no file gone.png (paths are relative to metadata.parquet)"]
+    parquet.write_table(pyarrow.table({"name": ["a.png"]}), tmp_path / "metadata.parquet")
+    assert reasons(find_pictures(tmp_path)) == ["metadata.parquet: has no column file_name, only name"]
+    (tmp_path / "metadata.parquet").write_bytes(b"PAR1 and no more")
+    assert "metadata.parquet: cannot be read after row 0 (" in reasons(find_pictures(tmp_path))[0]
+
+
+def test_without_pyarrow_parquet_metadata_names_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "a.png")
+    (tmp_path / "metadata.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'unet-attn\[data\]'"):
+        find_pictures(tmp_path)
+
+
+def test_the_captions_may_stand_in_another_column(tmp_path: Path) -> None:
+    put(tmp_path, "a.png")
+    jsonl(tmp_path, {"file_name": "a.png", "caption": "one"})
+    assert find_pictures(tmp_path, text_column="caption").captions == [["one"]]
+    found = find_pictures(tmp_path)
+    assert found.captions == [[]]
+    assert any("metadata.jsonl has no column text: set text_column" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"file_name": "a.png", "text": "\\ud83d"}', "half a character"),
+        ('{"file_name": "\\ud83d.png", "text": "x"}', "no file"),
+        (json.dumps({"file_name": "x" * 5000, "text": "x"}), "no file xxx"),
+        ('{"file_name": "a\\u0000.png", "text": "x"}', "no file a"),
+        ("9" * 5000, "broken JSON"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_odd_values_in_a_row_are_faults_that_can_be_printed(tmp_path: Path, row: str, reason: str) -> None:
+    put(tmp_path, "a.png")
+    jsonl(tmp_path, row)
+    (fault,) = find_pictures(tmp_path).faults
+    assert reason in fault.reason and str(fault).encode("utf-8")
+
+
+def test_a_name_that_looks_like_the_hubs_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"someone/pictures does not exist.*set data.image_column"):
+        find_pictures(Path("someone/pictures"))
+
+
 def test_a_metadata_row_goes_before_a_text_file_and_both_are_named(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "b.png")
     (tmp_path / "a.txt").write_text("from the text file")
@@ -224,7 +287,9 @@ def test_class_folders_give_their_names_as_captions(tmp_path: Path) -> None:
     put(tmp_path, "train/sea_lion/1.png", "train/polar-bear/1.png", "train/polar-bear/2.png")
     found = find_pictures(tmp_path)
     assert found.captions == [["polar bear"], ["polar bear"], ["sea lion"]]
-    assert found.kind == "the names of 2 folders"
+    assert found.kind == "the names of 2 folders (polar bear, sea lion)"
+    template = find_pictures(tmp_path, class_template="a photo of a {}").captions
+    assert template == [["a photo of a polar bear"], ["a photo of a polar bear"], ["a photo of a sea lion"]]
 
 
 def test_one_folder_or_pictures_at_the_top_are_no_classes(tmp_path: Path) -> None:

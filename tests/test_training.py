@@ -19,7 +19,7 @@ from torch import nn
 
 from unet_attn import training
 from unet_attn.checkpoint import save_checkpoint
-from unet_attn.data import CaptionedImages
+from unet_attn.data import CaptionedImages, DataOptions
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions, check_start
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
@@ -90,7 +90,7 @@ def trainer_for(
         "sample_every": None,
     }
     options = TrainOptions(output_dir=str(output_dir), **{**defaults, **options})
-    data = data or CaptionedImages(pictures, 8, 1)
+    data = data or CaptionedImages(DataOptions(path=str(pictures), resolution=8), channels=1)
     model = small_model(data, has_text=has_text)
     if options.gradient_accumulation_steps > 1:
         model.unet.conv_in[1].p = 0.0  # its draws belong to the micro-batch
@@ -155,7 +155,7 @@ def test_a_run_killed_after_a_checkpoint_and_resumed_equals_the_straight_run(
 def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_never_stopped(pictures: Path, tmp_path: Path) -> None:
     assert trainer_for(pictures, tmp_path / "straight").run()
     handler = signal.getsignal(signal.SIGTERM)
-    data = TroubledImages(pictures, 8, 1)
+    data = TroubledImages(DataOptions(path=str(pictures), resolution=8), channels=1)
     data.signal_in = 4
 
     stopped = trainer_for(pictures, tmp_path / "stopped", data=data)
@@ -224,7 +224,7 @@ def test_the_run_folder_is_a_pipeline_with_the_averaged_weights(pictures: Path, 
 
 
 def test_a_batch_that_is_not_finite_is_skipped_and_its_file_named(pictures: Path, tmp_path: Path, capsys) -> None:
-    data = TroubledImages(pictures, 8, 1)
+    data = TroubledImages(DataOptions(path=str(pictures), resolution=8), channels=1)
     data.infinite_in = frozenset({3})
     trainer = trainer_for(pictures, tmp_path / "run", data=data, checkpoint_every=1, keep_checkpoints=None)
     trainer.run()
@@ -241,12 +241,11 @@ def test_a_batch_that_is_not_finite_is_skipped_and_its_file_named(pictures: Path
 
 def iter_keys(trainer: Trainer, step: int) -> list[SampleKey]:
     """The keys of one step of a run that is over."""
-    trainer.sampler.start_step = step
-    return next(iter(trainer.sampler))
+    return next(trainer.data.batches(trainer.options.batch_size, start_step=step))["key"]
 
 
 def test_ten_bad_steps_in_a_row_stop_the_run_and_the_last_good_checkpoint_stays(pictures: Path, tmp_path: Path) -> None:
-    data = TroubledImages(pictures, 8, 1)
+    data = TroubledImages(DataOptions(path=str(pictures), resolution=8), channels=1)
     data.infinite_in = frozenset(range(4, 100))
 
     with pytest.raises(TrainingDiverged, match=r"10 steps in a row .* up to step 13: lower train.learning_rate"):
@@ -298,7 +297,7 @@ def test_the_clock_of_a_resumed_run_goes_on_where_it_stopped(
 ) -> None:
     ticks = count()
     monkeypatch.setattr(training, "monotonic", lambda: 0.1 * next(ticks))
-    data = TroubledImages(pictures, 8, 1)
+    data = TroubledImages(DataOptions(path=str(pictures), resolution=8), channels=1)
     data.signal_in = 12
     options = {"max_steps": None, "max_minutes": 0.2, "checkpoint_every": 10**6}
     stopped = trainer_for(pictures, tmp_path, data=data, **options)

@@ -12,6 +12,7 @@ _MODULE_OF = {
     "AttnUNet2D": "unet_attn.unet",
     "CaptionedImages": "unet_attn.data",
     "CrossAttention2d": "unet_attn.attention",
+    "DataOptions": "unet_attn.data_options",
     "DecoderLayer": "unet_attn.transformer",
     "EncoderLayer": "unet_attn.transformer",
     "FeedForward": "unet_attn.transformer",

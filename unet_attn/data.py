@@ -1,84 +1,78 @@
-"""A folder of captioned pictures as a torch data set.
+"""Captioned pictures as a torch data set: a folder of files or a data set of the `datasets` library.
 
-Files are found by `sources`, decoded by `images`; here they are checked, kept in memory if they are few, and handed
-out with one caption each. What is random about an item follows from the seed and its SampleKey, its place in training.
+Found by `sources` or `tables`, checked by `checking`, decoded by `images`; here they are kept in memory if they are few
+and handed out one place in training at a time. What is random about an item follows from the seed and its SampleKey.
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
-from tqdm import tqdm
+from torch import Generator
+from torch.utils.data import DataLoader, Dataset
 
-from unet_attn.images import (
-    Crop,
-    ImageError,
-    background_colour,
-    channels_first,
-    corner,
-    fit,
-    load_image,
-    resize_and_crop,
-    scaled,
-    to_tensor,
-)
-from unet_attn.sampler import AUGMENT, CAPTION, DROPOUT, SampleKey, sample_generator
-from unet_attn.sources import DataError, Fault, find_pictures, shown
+from unet_attn.buckets import bucket_sizes, nearest_bucket
+from unet_attn.cache import CheckCache, Checked, stamp
+from unet_attn.checking import ReplacedPictures, check_pictures
+from unet_attn.data_options import DataOptions
+from unet_attn.faults import DataError, Fault, printable, shown, write_faults
+from unet_attn.images import Crop, ImageError, fitted_size, load_image, resize_and_crop, to_tensor
+from unet_attn.items import collate, decode, fitted_pixels, plain_item, training_item
+from unet_attn.sampler import GlobalBatchSampler, SampleKey
+from unet_attn.sources import Found, find_pictures
+from unet_attn.stream import StreamedImages
+from unet_attn.tables import find_rows, is_table
 
 __all__ = [
     "CaptionedImages",
     "DataError",
+    "DataOptions",
     "Fault",
     "ImageError",
+    "ReplacedPictures",
+    "StreamedImages",
     "collate",
     "load_image",
+    "open_data",
     "resize_and_crop",
     "to_tensor",
 ]
 
 MEMORY_LIMIT = 1 << 30  # bytes of decoded pictures that are kept instead of being read again in every epoch
 MAX_LISTED = 10  # skipped files in the summary; .faults has all
+MOST_SUBSTITUTES = 8  # for one broken picture: if so many in a row are broken too, it is not the pictures
 
 
-class Sample(NamedTuple):
-    """What reading one file gave: its fitted pixels, uint8 (C, h, w), and its own size; or a fault."""
-
-    pixels: np.ndarray | None
-    size: tuple[int, int]
-    fault: Fault | None
+def open_data(
+    options: DataOptions, *, channels: int = 3, seed: int = 0, require_captions: bool = True, multiple_of: int = 1
+) -> "CaptionedImages | StreamedImages":
+    """The data set that `options` describe; parameters and errors as those of CaptionedImages."""
+    if options.streaming:
+        return StreamedImages(options, channels=channels, seed=seed, require_captions=require_captions)
+    return CaptionedImages(
+        options, channels=channels, seed=seed, require_captions=require_captions, multiple_of=multiple_of
+    )
 
 
 class CaptionedImages(Dataset[dict[str, Any]]):
-    """The pictures of a folder with their captions, each file checked before training starts.
+    """Pictures with their captions, each checked before training starts.
 
-    Args:
-        path: the folder; sub-folders are searched. Captions come from metadata.jsonl, metadata.csv, text files beside
-            the pictures, or the names of class folders (see unet_attn.sources).
-        resolution: side of the square pictures in pixels.
-        channels: 1 (grey) or 3 (colour), the U-Net's in_channels.
-        caption_dropout: probability that a visit has the empty caption, which guidance needs; in [0, 1].
-        caption_extension: of the text files, with or without the dot.
-        horizontal_flip: mirror half of the visits; wrong for writing and for left and right.
-        crop: what is cut out of a picture that is not square: its middle, or a random place at each visit.
-        background: the colour behind transparent pixels.
-        on_error: "fail" lists every file that cannot be used, "skip" leaves them out.
-        require_captions: whether a folder without any caption is an error; False for unconditional models.
-        num_workers: loader processes for sets too large for memory; as many threads check the files (at least up to 4).
-        max_pixels: refuse larger pictures; null is Pillow's limit against decompression bombs.
-        seed: of caption choice, caption dropout, flips and crops.
+    channels: 1 (grey) or 3 (colour), the U-Net's in_channels; seed: of caption choice, caption dropout, flips and
+    crops; require_captions: whether a data set without any caption is an error, False for unconditional models;
+    multiple_of: what divides the sides of all buckets, the U-Net's downsample_factor.
 
     Small sets are decoded once and held as uint8; `in_memory` tells. Items are for training if indexed by a SampleKey,
-    plain (first caption, no dropout, no flip, centre crop) if indexed by an int.
+    plain (first caption, no dropout, no flip, middle) if indexed by an int.
     Raises DataError naming every unusable file, or saying that there are no pictures or no captions.
     """
 
+    # For the moment the old parameters work beside DataOptions: see data_options.patch.
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | DataOptions,
         resolution: int = 32,
         channels: int = 3,
         *,
@@ -92,37 +86,46 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         num_workers: int = 0,
         max_pixels: int | None = None,
         seed: int = 0,
+        multiple_of: int = 1,
     ) -> None:
-        if resolution < 1:
-            raise ValueError(f"resolution must be at least 1, got {resolution}")
+        options = path
+        if not isinstance(path, DataOptions):
+            options = DataOptions(
+                path=str(path),
+                resolution=resolution,
+                caption_dropout=caption_dropout,
+                caption_extension=caption_extension,
+                horizontal_flip=horizontal_flip,
+                crop=crop,
+                background=background,
+                on_error=on_error,
+                num_workers=num_workers,
+                max_pixels=max_pixels,
+            )
+        self.num_workers = options.num_workers
         if channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (colour), got {channels}")
-        if not 0 <= caption_dropout <= 1:
-            raise ValueError(f"caption_dropout must be in [0, 1], got {caption_dropout}")
-        if crop not in ("center", "random"):
-            raise ValueError(f'crop must be "center" or "random", got {crop!r}')
-        if on_error not in ("fail", "skip"):
-            raise ValueError(f'on_error must be "fail" or "skip", got {on_error!r}')
-        background_colour(background)
-        self.path = Path(path)
-        self.resolution, self.channels = resolution, channels
-        self.caption_dropout, self.horizontal_flip, self.crop = caption_dropout, horizontal_flip, crop
-        self.background, self.max_pixels = background, max_pixels
-        self.on_error, self.num_workers, self.seed = on_error, num_workers, seed
+        self.options, self.channels, self.seed = options, channels, seed
+        square = (options.resolution, options.resolution)
+        self.sizes = bucket_sizes(options.resolution, multiple_of) if options.buckets else [square]
 
-        found = find_pictures(self.path, caption_extension)
-        samples = self._read_all(found.paths)
-        good = [i for i, sample in enumerate(samples) if sample.fault is None]
-        self.faults = found.faults + [sample.fault for sample in samples if sample.fault is not None]
+        found = find_rows(options) if is_table(options) else self._find_files()
+        checks = self._check(found)
+        good = [at for at, check in enumerate(checks) if check.kind is None]
+        broken = [Fault(found.paths[at], check.reason, check.kind) for at, check in enumerate(checks) if check.kind]
+        self.faults = found.faults + broken
         self._refuse_faults(len(good))
-        self.paths = [found.paths[i] for i in good]
-        self.captions = [found.captions[i] for i in good]
+
+        self.pictures, self.places = found.pictures, good
+        self.paths = [found.paths[at] for at in good]
+        self.captions = [found.captions[at] for at in good]
         self.kind, self.notes = found.kind, found.notes
         if require_captions and not any(self.captions):
-            raise DataError(self._no_captions(caption_extension))
-        held = [samples[i].pixels for i in good]
-        self._pixels = None if any(pixels is None for pixels in held) else held
-        self._enlarged = sum(min(samples[i].size) < resolution for i in good)
+            raise DataError(self.no_captions())
+        self.image_sizes = [checks[at].size for at in good]
+        self.buckets = [nearest_bucket(size, self.sizes) for size in self.image_sizes]
+        held = [checks[at].pixels for at in good]
+        self._pixels = None if None in held else held
 
     @property
     def in_memory(self) -> bool:
@@ -133,111 +136,186 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         return len(self.paths)
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, Any]:
-        """{"image": float32 (C, H, W) in [-1, 1], "caption": str, "index": int, "key": SampleKey}."""
+        """See `training_item` and `plain_item`. A picture that has broken since the check is replaced by another."""
         if not isinstance(key, SampleKey):
             index = range(len(self))[key]
-            return self._item(SampleKey(index, 0, 0), self._cut(index, None), next(iter(self.captions[index]), ""))
-        draws = None
-        if self.horizontal_flip or self.crop == "random":
-            draws = sample_generator(self.seed, AUGMENT, key.step, key.position)
-        pixels = self._cut(key.index, draws if self.crop == "random" else None)
-        if self.horizontal_flip and torch.rand((), generator=draws).item() < 0.5:
-            pixels = pixels[..., ::-1].copy()
-        return self._item(key, pixels, self._caption(key))
-
-    def _item(self, key: SampleKey, pixels: np.ndarray, caption: str) -> dict[str, Any]:
-        return {"image": scaled(pixels), "caption": caption, "index": key.index, "key": key}
-
-    def _caption(self, key: SampleKey) -> str:
-        variants = self.captions[key.index]
-        if not variants or (self.caption_dropout and self._draw(DROPOUT, key) < self.caption_dropout):
-            return ""
-        return variants[0] if len(variants) == 1 else variants[int(self._draw(CAPTION, key) * len(variants))]
-
-    def _draw(self, purpose: int, key: SampleKey) -> float:
-        """A number in [0, 1) that depends on the place in training alone."""
-        return torch.rand((), generator=sample_generator(self.seed, purpose, key.step, key.position)).item()
-
-    def _cut(self, index: int, generator: torch.Generator | None) -> np.ndarray:
-        """The resolution x resolution pixels of a picture, uint8 (C, H, W)."""
-        pixels = self._pixels[index] if self._pixels is not None else self._read(self.paths[index])[0]
-        left, top = corner(pixels.shape[2], pixels.shape[1], self.resolution, generator)
-        return pixels[:, top : top + self.resolution, left : left + self.resolution]
-
-    def _read(self, path: Path) -> tuple[np.ndarray, tuple[int, int]]:
-        """Decode and fit one file: uint8 (C, h, w) and the picture's own (width, height)."""
-        image = load_image(path, channels=self.channels, background=self.background, max_pixels=self.max_pixels)
-        return np.ascontiguousarray(channels_first(np.asarray(fit(image, self.resolution, self.crop)))), image.size
-
-    def _read_all(self, paths: list[Path]) -> list[Sample]:
-        """Decode every file once: this is the check, and what the small sets keep."""
-        samples, used, keep = [], 0, True
-        with ThreadPoolExecutor(max(self.num_workers, min(4, os.cpu_count() or 1))) as pool:
-            bar = tqdm(
-                pool.map(self._sample, paths), "reading pictures", len(paths), leave=False, disable=None, delay=2
+            return plain_item(self._fitted(index), self._size(index), self.captions[index], index)
+        index, replaced = key.index, ""
+        for _ in range(MOST_SUBSTITUTES):
+            try:
+                pixels = self._fitted(index)
+            except ImageError as error:
+                replaced = replaced or f"{shown(self.paths[index])}: {error.reason}"
+                index = self._next_in_bucket(index)
+                continue
+            place = key._replace(index=index)
+            item = training_item(
+                pixels, self._size(index), self.captions[index], place, options=self.options, seed=self.seed
             )
-            for sample in bar:
-                used += 0 if sample.pixels is None else sample.pixels.nbytes
-                if keep and used > MEMORY_LIMIT:
-                    keep, samples = False, [s._replace(pixels=None) for s in samples]
-                samples.append(sample if keep else sample._replace(pixels=None))
-        return samples
+            return item | {"replaced": replaced}
+        raise DataError(f"{replaced}; {MOST_SUBSTITUTES} pictures in a row cannot be read any more")
 
-    def _sample(self, path: Path) -> Sample:
-        try:
-            pixels, size = self._read(path)
-        except ImageError as error:
-            return Sample(None, (0, 0), Fault(path, error.reason))
-        return Sample(pixels, size, None)
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        start_step: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulation: int = 1,
+        pin_memory: bool = False,
+    ) -> Iterator[dict[str, Any]]:
+        """The micro-batches of one process from a step on, for ever; see GlobalBatchSampler and `collate`."""
+        sampler = GlobalBatchSampler(
+            len(self),
+            batch_size,
+            self.seed,
+            buckets=self.buckets,
+            start_step=start_step,
+            rank=rank,
+            world_size=world_size,
+            accumulation=accumulation,
+        )
+        loader = DataLoader(
+            self,
+            batch_sampler=sampler,
+            collate_fn=collate,
+            num_workers=0 if self.in_memory else self.options.num_workers,
+            pin_memory=pin_memory,
+            generator=Generator(),  # else it would draw from the ambient one
+        )
+        return iter(loader)
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raises DataError if there are fewer pictures than a batch takes."""
+        if len(self) < batch_size:
+            raise DataError(f"the data set has {len(self)} pictures, fewer than train.batch_size {batch_size}")
+
+    def write_faults(self, path: Path) -> None:
+        """Write the list of what was skipped, a line each. Raises OSError if it cannot be written."""
+        write_faults(self.faults, path)
+
+    def encoded(self, index: int) -> bytes:
+        """The bytes of a picture's file. Raises OSError or ImageError if they cannot be read."""
+        picture = self.pictures[self.places[index]]
+        return picture.read_bytes() if isinstance(picture, Path) else picture.read()
+
+    # reading
+
+    def _find_files(self) -> Found:
+        options = self.options
+        return find_pictures(
+            Path(options.path),
+            options.caption_extension,
+            class_template=options.class_template,
+            text_column=options.text_column,
+        )
+
+    def _check(self, found: Found) -> list[Checked]:
+        options = self.options
+        settings = (self.channels, options.resolution, options.crop, options.background, self.sizes)
+        return check_pictures(
+            found.pictures,
+            [str(path) for path in found.paths],
+            [stamp(path) for path in found.paths] if found.stamps is None else found.stamps,
+            read=self._read,
+            shape=self._shape,
+            threads=max(options.num_workers, min(4, os.cpu_count() or 1)),
+            memory_limit=MEMORY_LIMIT,
+            cache=CheckCache(Path(options.path), guard=f"max_pixels {options.max_pixels}", settings=repr(settings)),
+        )
+
+    def _read(self, picture: Path | BinaryIO, bucket: int | None = None) -> tuple[np.ndarray, tuple[int, int]]:
+        """Decode and fit a picture, to the nearest bucket unless told: uint8 (C, h, w) and its own (width, height)."""
+        image = decode(picture, self.options, channels=self.channels)
+        bucket = nearest_bucket(image.size, self.sizes) if bucket is None else bucket
+        return fitted_pixels(image, self.options, size=self.sizes[bucket]), image.size
+
+    def _shape(self, image_size: tuple[int, int]) -> tuple[int, int, int]:
+        """(C, h, w) of what `_read` gives for a picture of this (width, height)."""
+        size = self.sizes[nearest_bucket(image_size, self.sizes)]
+        width, height = fitted_size(image_size, size, self.options.crop)
+        return self.channels, height, width
+
+    def _size(self, index: int) -> tuple[int, int]:
+        """(width, height) of a picture's items."""
+        return self.sizes[self.buckets[index]]
+
+    def _fitted(self, index: int) -> np.ndarray:
+        if self._pixels is not None:
+            return np.frombuffer(self._pixels[index], np.uint8).reshape(self._shape(self.image_sizes[index]))
+        # the bucket is that of the check: a file that changed its shape since must not break its batch
+        return self._read(self.pictures[self.places[index]], self.buckets[index])[0]
+
+    def _next_in_bucket(self, index: int) -> int:
+        bucket = self.buckets[index]
+        while True:
+            index = (index + 1) % len(self)
+            if self.buckets[index] == bucket:
+                return index
+
+    # what is said about it
 
     def _refuse_faults(self, good: int) -> None:
         lines = [f"  {fault}" for fault in self.faults]
+        where = shown(Path(self.options.path))
         if not good:
-            raise DataError("\n".join([f"no usable picture among the files of {shown(self.path)}:", *lines]))
-        if self.faults and self.on_error == "fail":
+            raise DataError("\n".join([f"no usable picture among the files of {where}:", *lines]))
+        if self.faults and self.options.on_error == "fail":
             plural = "s" if len(lines) > 1 else ""
-            head = f"{len(lines)} fault{plural} in {shown(self.path)} (on_error: skip would train on {good} pictures):"
+            head = f"{len(lines)} fault{plural} in {where} (on_error: skip would train on {good} pictures):"
             raise DataError("\n".join([head, *lines]))
 
-    def _no_captions(self, caption_extension: str) -> str:
-        suffix = "." + caption_extension.lstrip(".")
+    def no_captions(self) -> str:
+        """Why there is nothing to condition on, and where captions were looked for."""
+        suffix = "." + self.options.caption_extension.lstrip(".")
         return "; ".join(
             [
-                f"none of the {len(self)} images in {shown(self.path)} has a caption: expected NAME{suffix} beside "
-                "NAME.png, or metadata.jsonl or metadata.csv with file_name and text, or one folder per class "
+                f"none of the {len(self)} images in {shown(Path(self.options.path))} has a caption: expected "
+                f"NAME{suffix} beside NAME.png, or metadata.jsonl, .csv or .parquet with file_name and "
+                f"{self.options.text_column}, or one folder per class "
                 "(a model without text needs none: set text_encoder to null)",
                 *self.notes,
             ]
         )
 
+    def name(self, index: int) -> str:
+        """What messages call picture number `index`."""
+        return shown(self.paths[index])
+
     def summary(self) -> str:
         """What was found, for the start of a run: a few lines."""
-        where = (
-            f"held in memory ({sum(p.nbytes for p in self._pixels) / 2**20:.1f} MiB)"
-            if self._pixels
-            else "read from disk"
-        )
-        size = f"{self.resolution} x {self.resolution} {'grey' if self.channels == 1 else 'colour'}"
-        lines = [f"{len(self)} pictures in {shown(self.path)}, {size}, {where}; captions: {self.kind}"]
+        lines = self.description()
+        if self.faults:
+            listed = [printable(f"{fault.path} ({fault.reason})") for fault in self.faults[:MAX_LISTED]]
+            more = [f"and {len(self.faults) - MAX_LISTED} more"] if len(self.faults) > MAX_LISTED else []
+            lines.append(f"{len(self.faults)} skipped: " + ", ".join(listed + more))
+        return "\n".join(lines)
+
+    def description(self) -> list[str]:
+        """What was found that can be used, in lines."""
+        where = "read from disk"
+        if self._pixels is not None:
+            where = f"held in memory ({sum(map(len, self._pixels)) / 2**20:.1f} MiB)"
+        elif self.options.num_workers:
+            where += f" by {self.options.num_workers} workers per process"
+        side, grey = self.options.resolution, "grey" if self.channels == 1 else "colour"
+        place = shown(Path(self.options.path))
+        lines = [f"{len(self)} pictures in {place}, {side} x {side} {grey}, {where}; captions: {self.kind}"]
+        if self.options.buckets:
+            counts = [f"{self.sizes[bucket][0]} x {self.sizes[bucket][1]}: {n}" for bucket, n in self.bucket_counts()]
+            lines.append(f"in {len(counts)} buckets, width x height: {', '.join(counts)}")
         missing = sum(not variants for variants in self.captions)
         if missing and any(self.captions):
             lines.append(f"{missing} of {len(self)} images have no caption: they train the empty caption")
-        if self._enlarged:
-            lines.append(f"{self._enlarged} pictures are smaller than {self.resolution} pixels and get enlarged")
-        if self.faults:
-            shown_faults = [
-                f"{fault.path and shown(fault.path)} ({fault.reason})" for fault in self.faults[:MAX_LISTED]
-            ]
-            more = [f"and {len(self.faults) - MAX_LISTED} more"] if len(self.faults) > MAX_LISTED else []
-            lines.append(f"{len(self.faults)} skipped: " + ", ".join(shown_faults + more))
-        return "\n".join(lines + self.notes)
+        enlarged = sum(
+            own[0] < size[0] or own[1] < size[1]
+            for own, size in zip(self.image_sizes, map(self._size, range(len(self))), strict=True)
+        )
+        if enlarged:
+            lines.append(f"{enlarged} pictures are smaller than they are trained, and get enlarged")
+        return lines + self.notes
 
-
-def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """{"image": (B, C, H, W), "caption": B strings, "index": int64 (B,), "key": B SampleKeys}."""
-    return {
-        "image": torch.stack([item["image"] for item in items]),
-        "caption": [item["caption"] for item in items],
-        "index": torch.tensor([item["index"] for item in items]),
-        "key": [item["key"] for item in items],
-    }
+    def bucket_counts(self) -> list[tuple[int, int]]:
+        """The buckets that hold pictures, as (number in `sizes`, pictures)."""
+        return sorted(Counter(self.buckets).items())

@@ -18,12 +18,13 @@ from einops import rearrange
 from PIL import Image, ImageColor, UnidentifiedImageError, features
 from torch import Tensor
 
-from unet_attn.sources import DataError, shown
+from unet_attn.faults import DataError, shown
 
 # Formats by content, whatever the file is called. EPS and PDF would start programs, TGA accepts nearly any bytes.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000") + (
     ("AVIF",) if features.check("avif") else ()
 )
+SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")  # of the common ones
 # EXIF orientation (tag 0x0112) -> what makes the picture upright; 1 and anything unknown is upright already.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -39,12 +40,21 @@ MAX_ASPECT = 16  # of a longer strip, random crops come from the middle: bounds 
 Crop = Literal["center", "random"]
 
 
-class ImageError(DataError):
-    """A picture that cannot be decoded; `reason` is the message without the file's name."""
+# Kinds of faults of pictures. UNREADABLE is the file system's fault and may pass; the others stay with the file.
+EMPTY, NO_PICTURE, DAMAGED = "empty file", "not a picture", "damaged picture"
+TOO_LARGE, UNSUPPORTED, UNREADABLE = "too many pixels", "unsupported pixels", "unreadable file"
 
-    def __init__(self, name: str, reason: str) -> None:
+
+class ImageError(DataError):
+    """A picture that cannot be decoded; `reason` is the message without the file's name, `kind` one of a few words."""
+
+    def __init__(self, name: str, reason: str, kind: str) -> None:
         super().__init__(f"{name}: {reason}")
         self.reason = reason
+        self.kind = kind
+
+    def __reduce__(self) -> tuple:  # so that loader processes can send it
+        return type(self), (str(self).removesuffix(f": {self.reason}"), self.reason, self.kind)
 
 
 # ---- decoding
@@ -68,15 +78,15 @@ def load_image(
         if not isinstance(source, (str, Path)):
             return _decode(source, channels, colour, max_pixels)
         if not stat.S_ISREG(os.stat(source).st_mode):  # opening a pipe would wait for ever
-            raise _Unusable("is not a regular file")
+            raise _Unusable("is not a regular file", UNREADABLE)
         with open(source, "rb") as file:
             return _decode(file, channels, colour, max_pixels)
     except Exception as error:  # decoders raise nearly everything on damaged files
-        raise ImageError(str(name), _reason(error)) from error
+        raise ImageError(str(name), *_reason(error)) from error
 
 
 class _Unusable(Exception):
-    """Says in plain words why a file is no picture for us."""
+    """Says in plain words why a file is no picture for us, and what kind of fault that is."""
 
 
 def background_colour(background: str) -> tuple[int, int, int]:
@@ -92,14 +102,16 @@ def _decode(file: BinaryIO, channels: int, colour: tuple[int, int, int], max_pix
     head = file.read(32)
     file.seek(0)
     if not head:
-        raise _Unusable("the file is empty")
+        raise _Unusable("the file is empty", EMPTY)
     with _pixel_limit(max_pixels) as limit:
         try:
             image = Image.open(file, formats=FORMATS)
         except UnidentifiedImageError:
-            raise _Unusable(f"is not a picture (it begins with {head[:16]!r})") from None
+            if head.startswith(SIGNATURES):
+                raise _Unusable("is damaged at its beginning", DAMAGED) from None
+            raise _Unusable(f"is not a picture (it begins with {head[:16]!r})", NO_PICTURE) from None
         if image.width * image.height > limit:
-            raise _Unusable(f"has {image.width} x {image.height} pixels, more than max_pixels {limit}")
+            raise _Unusable(f"has {image.width} x {image.height} pixels, more than max_pixels {limit}", TOO_LARGE)
         image.load()  # raises on a truncated file: LOAD_TRUNCATED_IMAGES, which trains on grey smear, is never set here
     image = _flatten(image, colour)
     return image.convert("L" if channels == 1 else "RGB")
@@ -129,7 +141,8 @@ def _flatten(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         image = _from_16_bit(image)
     elif image.mode in ("I", "F"):
-        raise _Unusable(f"has 32-bit {'integer' if image.mode == 'I' else 'float'} pixels, whose range no one knows")
+        number = "integer" if image.mode == "I" else "float"
+        raise _Unusable(f"has 32-bit {number} pixels, whose range no one knows", UNSUPPORTED)
     if image.has_transparency_data:
         canvas = Image.new("RGBA", image.size, (*colour, 255))
         canvas.alpha_composite(image.convert("RGBA"))
@@ -155,13 +168,16 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
     return grey
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception) -> tuple[str, str]:
+    """What to say of an error, and the kind of fault."""
+    if isinstance(error, _Unusable):
+        return error.args
     if isinstance(error, Image.DecompressionBombError):
-        return "has too many pixels (a decompression bomb?); max_pixels sets the limit"
+        return "has too many pixels (a decompression bomb?); max_pixels sets the limit", TOO_LARGE
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return error.strerror, UNREADABLE
     text = str(error) or type(error).__name__
-    return text if isinstance(error, (_Unusable, OSError)) else f"cannot be decoded ({type(error).__name__}: {text})"
+    return (text if isinstance(error, OSError) else f"cannot be decoded ({type(error).__name__}: {text})"), DAMAGED
 
 
 # ---- from a decoded picture to what the network sees
@@ -191,29 +207,43 @@ def resize_and_crop(
 
     crop: "center" or "random"; random places come from `generator`, and are the centre if there is none.
     """
-    strip = fit(image, resolution, crop)
-    left, top = corner(strip.width, strip.height, resolution, generator)
+    strip = fit(image, (resolution, resolution), crop)
+    left, top = corner(strip.size, (resolution, resolution), generator)
     return strip.crop((left, top, left + resolution, top + resolution))
 
 
-def fit(image: Image.Image, resolution: int, crop: Crop) -> Image.Image:
-    """The shorter side scaled to `resolution`; the longer one cut to the same in the middle unless crops are random.
+def fitted_size(image_size: tuple[int, int], size: tuple[int, int], crop: Crop) -> tuple[int, int]:
+    """(width, height) of a picture scaled so that it just covers `size`, and cut to it unless crops are random."""
+    return _fitted(image_size, size, crop)[1]
+
+
+def _fitted(
+    image_size: tuple[int, int], size: tuple[int, int], crop: Crop
+) -> tuple[tuple[float, float], tuple[int, int]]:
+    """Width and height of the part of a picture that is kept, and what it is scaled to."""
+    # the side that limits the scale, as the fraction target / own: integers, so that nothing is lost by rounding
+    target, own = max(zip(size, image_size, strict=True), key=lambda pair: pair[0] / pair[1])
+    room = 1 if crop == "center" else MAX_ASPECT
+    kept = tuple(min(side, room * wanted * own / target) for side, wanted in zip(image_size, size, strict=True))
+    return kept, tuple(max(wanted, round(part * target / own)) for part, wanted in zip(kept, size, strict=True))
+
+
+def fit(image: Image.Image, size: tuple[int, int], crop: Crop) -> Image.Image:
+    """Scale a picture so that it just covers `size`; what is too much is cut off evenly unless crops are random.
 
     Bicubic with antialiasing, as Parmar et al. 2022 (On Aliased Resizing) ask of pictures that are compared by a score.
     """
-    short = min(image.size)
-    aspect = 1 if crop == "center" else MAX_ASPECT
-    width, height = (min(side, aspect * short) for side in image.size)
-    left, top = (image.width - width) / 2, (image.height - height) / 2
-    size = (max(resolution, round(width * resolution / short)), max(resolution, round(height * resolution / short)))
-    if image.size == size:
+    (width, height), fitted = _fitted(image.size, size, crop)
+    if image.size == fitted:
         return image
-    return image.resize(size, Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
+    left, top = (image.width - width) / 2, (image.height - height) / 2
+    return image.resize(fitted, Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
 
 
-def corner(width: int, height: int, resolution: int, generator: torch.Generator | None) -> tuple[int, int]:
-    """Left and top of the square to cut out of a fitted picture."""
-    if generator is None or width == height:
-        return (width - resolution) // 2, (height - resolution) // 2
-    across = torch.rand(2, generator=generator).tolist()
-    return int(across[0] * (width - resolution + 1)), int(across[1] * (height - resolution + 1))
+def corner(fitted: tuple[int, int], size: tuple[int, int], generator: torch.Generator | None) -> tuple[int, int]:
+    """Left and top of the part of this size to cut out of a fitted picture: the middle, or a random place."""
+    room = [have - wanted for have, wanted in zip(fitted, size, strict=True)]
+    if generator is None or not any(room):
+        return room[0] // 2, room[1] // 2
+    draws = torch.rand(2, generator=generator).tolist()
+    return int(draws[0] * (room[0] + 1)), int(draws[1] * (room[1] + 1))

@@ -85,8 +85,10 @@ class GlobalBatchSampler:
     """Lay an endless shuffled stream of pictures out over steps, processes and micro-batches.
 
     The stream is epoch after epoch; step s takes its samples (s - 1) * batch_size to s * batch_size, so the tail of an
-    epoch is filled from the next one and no picture is dropped. Iterating gives one list of keys per micro-batch of
-    process `rank`, for ever. Resuming is `start_step`, the first step to come.
+    epoch is filled from the next one and no picture is dropped. With `buckets`, the bucket number of each picture, all
+    pictures of a step are of one bucket: each bucket is such a stream of its own, and an epoch holds the steps of all
+    in random order. Iterating gives one list of keys per micro-batch of process `rank`, for ever. Resuming is
+    `start_step`, the first step to come.
 
     Give it to a DataLoader as `batch_sampler`; nothing else (Accelerate above all) may shard it again.
     Raises ValueError if `size` is 0 or `batch_size` does not split evenly over processes and micro-batches.
@@ -98,6 +100,7 @@ class GlobalBatchSampler:
         batch_size: int,
         seed: int,
         *,
+        buckets: Sequence[int] | None = None,
         start_step: int = 1,
         rank: int = 0,
         world_size: int = 1,
@@ -105,7 +108,15 @@ class GlobalBatchSampler:
     ) -> None:
         if size < 1:
             raise ValueError("the data set is empty: there is nothing to order")
+        if buckets is not None and len(buckets) != size:
+            raise ValueError(f"there are {len(buckets)} bucket numbers for {size} pictures")
         self.micro_batch_size = micro_batch_size(batch_size, world_size=world_size, accumulation=accumulation)
+        self.members: dict[int, list[int]] = {}
+        for index, bucket in enumerate(buckets or [0] * size):
+            self.members.setdefault(bucket, []).append(index)
+        # memos of what was drawn last, on which nothing depends but speed
+        self._orders: dict[int, dict[int, list[int]]] = {}
+        self._planned: tuple[int, list[int]] = (-1, [])
         self.size = size
         self.batch_size = batch_size
         self.seed = seed
@@ -116,13 +127,10 @@ class GlobalBatchSampler:
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         step = self.start_step
-        orders: dict[int, list[int]] = {}
         while True:
-            first = (step - 1) * self.batch_size
-            needed = range(first // self.size, (first + self.batch_size - 1) // self.size + 1)
-            orders = {epoch: orders.get(epoch) or epoch_order(self.seed, epoch, self.size) for epoch in needed}
+            indices = self.indices(step)
             for micro in range(self.accumulation):
-                yield [self._key(orders, step, position) for position in self.positions(micro)]
+                yield [SampleKey(indices[position], step, position) for position in self.positions(micro)]
             step += 1
 
     def positions(self, micro: int) -> range:
@@ -130,6 +138,49 @@ class GlobalBatchSampler:
         start = (micro * self.world_size + self.rank) * self.micro_batch_size
         return range(start, start + self.micro_batch_size)
 
-    def _key(self, orders: dict[int, list[int]], step: int, position: int) -> SampleKey:
-        epoch, place = divmod((step - 1) * self.batch_size + position, self.size)
-        return SampleKey(index=orders[epoch][place], step=step, position=position)
+    def indices(self, step: int) -> list[int]:
+        """The pictures of a step's global batch, in the order of their positions."""
+        bucket, number = self._place(step)
+        members = self.members[bucket]
+        first = number * self.batch_size
+        places = [divmod(sample, len(members)) for sample in range(first, first + self.batch_size)]
+        known = self._orders.get(bucket, {})
+        orders = {epoch: known.get(epoch) or self._order(bucket, epoch) for epoch in {epoch for epoch, _ in places}}
+        self._orders[bucket] = orders
+        return [members[orders[epoch][place]] for epoch, place in places]
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """Which bucket a step takes, and the number of this batch in the bucket's stream, from 0."""
+        epoch = (step - 1) * self.batch_size // self.size
+        while self._steps_before(epoch) > step - 1:  # batches that reach into the next epoch came early
+            epoch -= 1
+        plan, place = self._plan(epoch), step - 1 - self._steps_before(epoch)
+        return plan[place], self._batches_before(plan[place], epoch) + plan[:place].count(plan[place])
+
+    def _batches_before(self, bucket: int, epoch: int) -> int:
+        """After so many batches every picture of the bucket has been seen at least `epoch` times."""
+        return -(-epoch * len(self.members[bucket]) // self.batch_size)
+
+    def _steps_before(self, epoch: int) -> int:
+        return sum(self._batches_before(bucket, epoch) for bucket in self.members)
+
+    def _plan(self, epoch: int) -> list[int]:
+        """The buckets of the steps of an epoch."""
+        if len(self.members) == 1:
+            return [*self.members] * (self._steps_before(epoch + 1) - self._steps_before(epoch))
+        if self._planned[0] != epoch:
+            steps = [
+                bucket
+                for bucket in sorted(self.members)
+                for _ in range(self._batches_before(bucket, epoch + 1) - self._batches_before(bucket, epoch))
+            ]
+            shuffled = torch.randperm(len(steps), generator=sample_generator(self.seed, ORDER, epoch, 0))
+            self._planned = epoch, [steps[place] for place in shuffled.tolist()]
+        return self._planned[1]
+
+    def _order(self, bucket: int, epoch: int) -> list[int]:
+        """The order of a bucket's pictures in an epoch of their own."""
+        if len(self.members) == 1:
+            return epoch_order(self.seed, epoch, self.size)
+        generator = sample_generator(self.seed, ORDER, epoch, 1, bucket)
+        return torch.randperm(len(self.members[bucket]), generator=generator).tolist()

@@ -7,6 +7,7 @@ small vector: the loss, the main process' progress, whether a signal asked to st
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from unet_attn.checkpoint import load_checkpoint, replace_files, save_checkpoint
-from unet_attn.data import CaptionedImages, collate
+from unet_attn.data import CaptionedImages, ReplacedPictures, StreamedImages
 from unet_attn.ema import ExponentialMovingAverage, trainable
+from unet_attn.encodings import RememberedEncodings
 from unet_attn.objective import Objective
 from unet_attn.optim import (
     build_optimizer,
@@ -34,7 +35,6 @@ from unet_attn.pipelines.grid import picture_grid
 from unet_attn.pipelines.text_to_image import TextToImagePipeline, encode_captions
 from unet_attn.sampler import (
     MODULE_DROPOUT,
-    GlobalBatchSampler,
     batch_noise,
     derived_seed,
     stratified_uniform,
@@ -68,12 +68,15 @@ class TextConditionalUNet(nn.Module):
         self.unet = unet
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
+        self.encode = partial(encode_captions, tokenizer=tokenizer, text_encoder=text_encoder)
+        if text_encoder is not None and not trainable(text_encoder):
+            self.encode = RememberedEncodings(self.encode)
 
     def forward(self, sample: Tensor, timestep: Tensor, captions: list[str]) -> Tensor:
         """sample: (B, C, H, W); timestep: (B,); captions: B strings, unused without text. Returns the prediction."""
         if self.text_encoder is None:
             return self.unet(sample, timestep).sample
-        states, mask = encode_captions(captions, self.tokenizer, self.text_encoder)
+        states, mask = self.encode(captions)
         return self.unet(sample, timestep, states, mask).sample
 
 
@@ -88,15 +91,14 @@ class Trainer:
         self,
         model: TextConditionalUNet,
         objective: Objective,
-        data: CaptionedImages,
+        data: CaptionedImages | StreamedImages,
         options: TrainOptions,
         accelerator: Accelerator,
         *,
         config: str,
         resume_from: Path | None = None,
     ) -> None:
-        if len(data) < options.batch_size:
-            raise ValueError(f"the data set has {len(data)} pictures, fewer than train.batch_size {options.batch_size}")
+        data.check_batch_size(options.batch_size)
         if options.sample_prompts and model.text_encoder is None:
             raise ValueError("train.sample_prompts need a text_encoder, and this model has none")
         self.model = model.to(memory_format=MEMORY_FORMAT).train()
@@ -123,6 +125,7 @@ class Trainer:
         self.skipped_in_row = 0
         self.stop_request = StopRequest()
         self.agreed_to_stop = False
+        self.replaced_pictures, self.replaced_in_step = ReplacedPictures(), 0
         # how long a step, a save and a sample grid took, so that a run by the clock can end on time
         self.step_seconds, self.save_seconds = 0.0, 1.0
         self.sample_seconds: float | None = None
@@ -201,16 +204,19 @@ class Trainer:
             with nullcontext() if micro == count - 1 else self.accelerator.no_sync(self.wrapped):
                 loss = self._losses(batch, micro, uniform)
                 self.accelerator.backward(loss.mean() / count)
+            for message in batch["replaced"]:
+                self.log.warn(f"step {self.step}: a picture that cannot be read any more is replaced: {message}")
+            self.replaced_in_step += len(batch["replaced"])
             losses.append(loss.detach())
             indices.append(batch["index"])
         return torch.cat(losses), torch.cat(indices)
 
     def _losses(self, batch: Mapping[str, Any], micro: int, uniform: Tensor) -> Tensor:
         """The loss of each sample of a micro-batch, (b,)."""
-        seed, device, positions = self.options.seed, self.accelerator.device, self.sampler.positions(micro)
+        seed, device, positions = self.options.seed, self.accelerator.device, [key.position for key in batch["key"]]
         clean = batch["image"].to(device)
         noise = batch_noise(seed, self.step, positions, clean.shape[1:]).to(device)
-        t = self.objective.sample_times(uniform[list(positions)]).to(device)
+        t = self.objective.sample_times(uniform[positions]).to(device)
         noisy = self.objective.add_noise(clean, noise, t).to(memory_format=MEMORY_FORMAT)
         # dropout inside modules draws from the ambient generator: set it, so that a resumed run draws the same
         torch.manual_seed(derived_seed(seed, MODULE_DROPOUT, self.step, micro, self.accelerator.process_index))
@@ -222,9 +228,11 @@ class Trainer:
         accelerator = self.accelerator
         progress = self._progress() if accelerator.is_main_process else 0.0
         dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-        parts = [loss / accelerator.num_processes, progress, float(self.stop_request.made)]
+        parts = [loss / accelerator.num_processes, progress, float(self.stop_request.made), self.replaced_in_step]
         shared = accelerator.reduce(torch.tensor(parts, dtype=dtype, device=accelerator.device), reduction="sum")
-        loss, self.progress, stop = shared.tolist()
+        loss, self.progress, stop, replaced = shared.tolist()
+        self.replaced_pictures.add(round(replaced), self.options.batch_size)  # all processes stop at the same step
+        self.replaced_in_step = 0
         self.agreed_to_stop = stop > 0
         return loss
 
@@ -258,7 +266,7 @@ class Trainer:
         if not bad and (self.accelerator.scaler is not None or not self.accelerator.is_main_process):
             return  # an overflow of half precision is the scaler's business, and one process is enough to tell
         found = bad or indices.tolist()
-        names = ", ".join(str(self.data.paths[index]) for index in found[:MOST_NAMES])
+        names = ", ".join(self.data.name(index) for index in found[:MOST_NAMES])
         more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
         what = "loss" if bad else "gradient"
         self.log.warn(f"step {self.step} is skipped: its {what} is not finite; pictures: {names}{more}")
@@ -366,6 +374,8 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.yaml").write_text(self.config, encoding="utf-8")
+            if self.data.faults:
+                self.data.write_faults(self.folder / "skipped.tsv")
         self.log = RunLog(
             self.folder / "logs",
             self.accelerator,
@@ -375,23 +385,11 @@ class Trainer:
         )
 
     def _batches(self) -> Iterator[dict[str, Any]]:
-        options, accelerator = self.options, self.accelerator
-        self.sampler = GlobalBatchSampler(
-            len(self.data),
-            options.batch_size,
-            options.seed,
+        return self.data.batches(
+            self.options.batch_size,
             start_step=self.step + 1,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
-            accumulation=options.gradient_accumulation_steps,
-        )
-        return iter(
-            DataLoader(
-                self.data,
-                batch_sampler=self.sampler,
-                collate_fn=collate,
-                num_workers=0 if self.data.in_memory else self.data.num_workers,
-                pin_memory=accelerator.device.type == "cuda",
-                generator=torch.Generator(),  # else it would draw from the ambient one
-            )
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            accumulation=self.options.gradient_accumulation_steps,
+            pin_memory=self.accelerator.device.type == "cuda",
         )

@@ -1,0 +1,163 @@
+"""Captions from tables beside the pictures: metadata.jsonl, metadata.csv, metadata.parquet.
+
+Column `file_name` is a path relative to the table, the text column (`text` unless told) one caption or a list of them.
+What is wrong with a row is collected with its line and never raised.
+"""
+
+import csv
+import io
+import json
+import os
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from unet_attn.faults import METADATA, DataError, Fault, one_line, read_text, shown, why
+
+METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+MAX_METADATA_BYTES = 1 << 30  # of a text table, which is read whole
+
+Row = tuple[str, dict[str, object]]  # where it stands, for messages ("line 3"), and its cells
+
+
+def metadata_captions(
+    tables: list[Path], pictures: list[Path], faults: list[Fault], notes: list[str], text_column: str
+) -> dict[Path, list[str]]:
+    """The captions by picture of all tables; several rows of one picture are several captions of it."""
+    known = {composed(str(path)): path for path in pictures}
+    found: dict[Path, list[str]] = {}
+    for table in tables:
+        rows, without_text = 0, 0
+        for where, row in _rows(table, faults, notes, text_column):
+            rows += 1
+            without_text += text_column not in row
+            try:
+                picture = _picture_of(row, table, known)
+                found.setdefault(picture, []).extend(captions_of(row.get(text_column), text_column))
+            except ValueError as error:
+                faults.append(Fault(table, f"{where}: {error}", METADATA))
+        if rows and rows == without_text:
+            notes.append(f"{shown(table)} has no column {text_column}: set text_column to the one with the captions")
+    return found
+
+
+def captions_of(value: object, column: str) -> list[str]:
+    """The captions in a cell, which holds one or a list; null and blank are none. Raises ValueError otherwise."""
+    texts = value if isinstance(value, list) else [] if value is None else [value]
+    for caption in texts:
+        if not isinstance(caption, str):
+            raise ValueError(f"{column} must be a caption or a list of captions, got {caption!r:.80}")
+        if not caption.isascii() and any("\ud800" <= letter <= "\udfff" for letter in caption):
+            raise ValueError(f"{column} has half a character (a lone surrogate): {caption!r:.80}")
+    return [caption for caption in map(one_line, texts) if caption]
+
+
+def composed(text: str) -> str:
+    """Names are compared composed: macOS writes "é" as two characters, most other systems as one."""
+    return unicodedata.normalize("NFC", text)
+
+
+def _rows(table: Path, faults: list[Fault], notes: list[str], text_column: str) -> Iterator[Row]:
+    """Yield the rows of a table; what cannot be parsed becomes a fault."""
+    if table.suffix.lower() == ".parquet":
+        yield from _parquet_rows(table, faults, text_column)
+        return
+    try:
+        if not table.is_file() or table.stat().st_size > MAX_METADATA_BYTES:
+            raise ValueError(f"is not a regular file of at most {MAX_METADATA_BYTES >> 20} MiB")
+        text = read_text(table)
+    except (ValueError, OSError) as error:
+        faults.append(Fault(table, why(error), METADATA))
+        return
+    read = _csv_rows(table, text, faults) if table.suffix.lower() == ".csv" else _json_rows(table, text, faults, notes)
+    yield from read
+
+
+def _json_rows(table: Path, text: str, faults: list[Fault], notes: list[str]) -> Iterator[Row]:
+    lines = text.rstrip().split("\n")  # nothing else ends a row: JSON strings may hold other line separators
+    blank = [number for number, content in enumerate(lines, start=1) if not content.strip()]
+    if blank:
+        notes.append(f"{shown(table)}: {len(blank)} blank lines ignored, the first is line {blank[0]}")
+    for line, content in enumerate(lines, start=1):
+        if not content.strip():
+            continue
+        try:
+            row = json.loads(content)
+        except RecursionError:
+            faults.append(Fault(table, f"line {line}: broken JSON (nested too deep)", METADATA))
+            continue
+        except ValueError as error:
+            faults.append(Fault(table, f"line {line}: broken JSON ({getattr(error, 'msg', error)})", METADATA))
+            continue
+        if isinstance(row, dict):
+            yield f"line {line}", row
+        else:
+            faults.append(Fault(table, f'line {line}: expected {{"file_name": ..., "text": ...}}', METADATA))
+
+
+def _csv_rows(table: Path, text: str, faults: list[Fault]) -> Iterator[Row]:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        columns = reader.fieldnames or []
+        if "file_name" not in columns:
+            first = ",".join(columns)[:80]
+            faults.append(Fault(table, f"has no column file_name; its first line is {first!r}", METADATA))
+            return
+        for row in reader:
+            line = reader.line_num
+            if None in row:  # DictReader's place for cells beyond the header
+                reason = f"line {line}: more cells than columns; put captions with commas in quotes"
+                faults.append(Fault(table, reason, METADATA))
+                continue
+            yield f"line {line}", row
+    except csv.Error as error:
+        faults.append(Fault(table, f"line {reader.line_num}: {error}", METADATA))
+
+
+def _parquet_rows(table: Path, faults: list[Fault], text_column: str) -> Iterator[Row]:
+    """Raises DataError if pyarrow, which reads Parquet, is not installed."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError:
+        raise DataError(f"{shown(table)} needs pyarrow: pip install 'unet-attn[data]'") from None
+    number = 0
+    try:
+        with ParquetFile(table) as file:
+            columns = [name for name in file.schema_arrow.names if name in ("file_name", text_column)]
+            if "file_name" not in columns:
+                has = ", ".join(file.schema_arrow.names)[:80]
+                faults.append(Fault(table, f"has no column file_name, only {has}", METADATA))
+                return
+            for batch in file.iter_batches(batch_size=4096, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except Exception as error:  # pyarrow raises its own errors, OSError, ValueError and more on damaged files
+        text = one_line(why(error)) or type(error).__name__
+        faults.append(Fault(table, f"cannot be read after row {number} ({text:.200})", METADATA))
+
+
+def _picture_of(row: dict[str, object], table: Path, known: dict[str, Path]) -> Path:
+    """The picture that a row names, relative to the table. Raises ValueError saying why there is none."""
+    name = row.get("file_name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"file_name must be a path, got {name!r:.80}")
+    for candidate in (name, name.replace("\\", "/")):  # Windows tools write backslashes
+        picture = known.get(composed(os.path.normpath(table.parent / candidate)))
+        picture = picture or known.get(composed(str(table.parent / candidate)))
+        if picture is not None:
+            return picture
+    short = name if len(name) <= 200 else f"{name[:200]}..."
+    beside = table.parent / PurePosixPath(name.replace("\\", "/")).name
+    if composed(str(beside)) in known:
+        raise ValueError(f'no file {short}; {beside.name} lies beside {table.name}: write "file_name": "{beside.name}"')
+    if _exists(table.parent, name):
+        raise ValueError(f"{short} is not a picture below the data folder")
+    raise ValueError(f"no file {short} (paths are relative to {table.name})")
+
+
+def _exists(folder: Path, name: str) -> bool:
+    try:
+        return (folder / name).exists()
+    except (ValueError, OSError):  # zero bytes, half characters, a name that is too long
+        return False
