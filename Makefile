@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= train,data,eval,bench,dev
+EXTRAS ?= train,data,eval,bench,export,dev
 
 DATA    := data/icons-common
 RUN     := runs/quickstart

@@ -29,21 +29,6 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def timed_pairs(ours: Callable[[], object], theirs: Callable[[], object], pairs: int) -> list[tuple[float, float]]:
-    """A B A B ..., so that what else the machine does falls on both; a warm-up of each first."""
-    for function in (ours, theirs) * 3:
-        function()
-    return [(seconds(ours), seconds(theirs)) for _ in range(pairs)]
-
-
-def describe_pairs(times: list[tuple[float, float]]) -> str:
-    """Median milliseconds of both sides, and the median ratio of a pair with its 10 to 90 % range."""
-    ratios = sorted(ours / theirs for ours, theirs in times)
-    low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
-    ours, theirs = (1000 * statistics.median(side) for side in zip(*times, strict=True))
-    return f"{ours:9.1f}{theirs:9.1f}{statistics.median(ratios):9.2f} ({low:.2f}..{high:.2f})"
-
-
 def resident_mib(field: str) -> float:
     """VmRSS (now) or VmHWM (highest) of this process. Raises OSError where there is no /proc."""
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -10,25 +10,19 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
-from _measure import ProductRecorder, describe_machine, describe_pairs, resident_mib, seconds, timed_pairs
+from _attention import add_arguments
+from _measure import ProductRecorder, describe_machine, resident_mib, seconds
 from PIL import Image
-from torch import Tensor, nn
-
-from unet_attn.attention import SelfAttention2d
 
 if TYPE_CHECKING:  # both bring diffusers, which takes seconds that the other measurements need not wait
     from unet_attn.pipelines.text_to_image import TextToImagePipeline
     from unet_attn.training import Trainer
 
-BATCH, CHANNELS, HEADS, DIM_HEAD, SIDE = 64, 128, 4, 32, 16
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-PASSES = ("forward", "forward+backward")
 QUICKSTART = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 WARM_UP_STEPS = 3
 
@@ -38,11 +32,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (default: torch's own choice)")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    attention = commands.add_parser("attention", help="SelfAttention2d against diffusers' AttnProcessor2_0")
-    attention.add_argument("--pairs", type=int, default=30, help="timed pairs per row (default 30)")
-    attention.add_argument("--quick", action="store_true", help="a tiny size, to see that it runs")
-    attention.add_argument("--peak-of", nargs=3, metavar=("MODULE", "LAYOUT", "PASS"), help=argparse.SUPPRESS)
-    attention.set_defaults(run=benchmark_attention)
+    add_arguments(commands.add_parser("attention", help="SelfAttention2d against other projects' attention"))
 
     imports = commands.add_parser("import", help="`import unet_attn.attention` over `import torch`")
     imports.add_argument("--pairs", type=int, default=7, help="timed pairs (default 7)")
@@ -72,99 +62,6 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-# ----------------------------------------------------------------------------------------------------------- attention
-
-
-def attention_module(name: str) -> nn.Module:
-    """The same work in both: 128 channels, 4 heads x 32, q, k, v without bias, output with; no norm, no residual."""
-    torch.manual_seed(0)
-    if name == "ours":
-        return SelfAttention2d(CHANNELS, heads=HEADS, dim_head=DIM_HEAD)
-    from diffusers.models.attention_processor import Attention, AttnProcessor2_0  # seconds to import
-
-    return Attention(CHANNELS, heads=HEADS, dim_head=DIM_HEAD, bias=False, processor=AttnProcessor2_0())
-
-
-def attention_pass(module: nn.Module, name: str, x: Tensor) -> Callable[[], object]:
-    """One call to time. The gradient that comes back has the input's layout, as from the network's next layer."""
-    if name == "forward":
-        return torch.inference_mode()(lambda: module(x))
-    x = x.detach().requires_grad_()
-    gradient = torch.randn_like(x)
-
-    def forward_and_backward() -> None:
-        module.zero_grad(set_to_none=True)
-        x.grad = None
-        module(x).backward(gradient)
-
-    return forward_and_backward
-
-
-def attention_input(batch: int, side: int, layout: str) -> Tensor:
-    x = torch.randn(batch, CHANNELS, side, side, generator=torch.Generator().manual_seed(0))
-    return x.contiguous(memory_format=LAYOUTS[layout])
-
-
-def check_same_work(ours: nn.Module, theirs: nn.Module, x: Tensor) -> None:
-    """Copy our weights into the peer and compare outputs; raises AssertionError if the two do not compute the same."""
-    for target, weight in zip((theirs.to_q, theirs.to_k, theirs.to_v), ours.to_qkv.weight.chunk(3), strict=True):
-        target.weight.data.copy_(weight.flatten(1))
-    theirs.to_out[0].weight.data.copy_(ours.to_out.weight.flatten(1))
-    theirs.to_out[0].bias.data.copy_(ours.to_out.bias)
-    with torch.inference_mode():
-        torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-4)
-
-
-def peak_of_pass(module_name: str, layout: str, pass_name: str) -> float:
-    """MiB that one pass needs above what stood before it, from the kernel's high-water mark of this process.
-
-    Only a process that has not run the pass before tells: an allocator keeps what it once had. A batch of 1 first loads
-    the kernels. Unlike the profiler's sums this also sees the scratch memory that oneDNN and BLAS take for themselves.
-    """
-    module, x = attention_module(module_name), attention_input(BATCH, SIDE, layout)
-    attention_pass(module, pass_name, x[:1].contiguous(memory_format=LAYOUTS[layout]))()
-    module.zero_grad(set_to_none=True)
-    run = attention_pass(module, pass_name, x)
-    before = resident_mib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
-    run()
-    return resident_mib("VmHWM") - before
-
-
-def peaks_of_pass(layout: str, pass_name: str) -> list[float]:
-    """Peak MiB of ours and of the peer, the median of three new processes each."""
-
-    def measure(module_name: str) -> float:
-        threads = str(torch.get_num_threads())
-        case = ("--threads", threads, "attention", "--peak-of", module_name, layout, pass_name)
-        done = subprocess.run([sys.executable, __file__, *case], capture_output=True, text=True)
-        if done.returncode:
-            raise OSError(f"the process that measures peak memory failed: {done.stderr.strip()}")
-        return float(done.stdout)
-
-    return [statistics.median(measure(name) for _ in range(3)) for name in ("ours", "peer")]
-
-
-def benchmark_attention(options: argparse.Namespace) -> None:
-    if options.peak_of:
-        print(peak_of_pass(*options.peak_of))
-        return
-    batch, side, pairs = (2, 4, 2) if options.quick else (BATCH, SIDE, options.pairs)
-    ours, theirs = attention_module("ours"), attention_module("peer")
-    check_same_work(ours, theirs, attention_input(batch, side, "contiguous"))
-
-    print(describe_machine())
-    print(f"ours: SelfAttention2d, peer: diffusers' Attention with AttnProcessor2_0; B {batch}, C {CHANNELS},")
-    print(f"{HEADS} heads x {DIM_HEAD}, {side} x {side}; median ms of {pairs} pairs; their ratio, 10 to 90 % of it")
-    print(f"{'layout':14}{'pass':18}{'ours ms':>9}{'peer ms':>9}{'ratio':>21}{'ours MiB':>10}{'peer MiB':>10}")
-    for layout in LAYOUTS:
-        for pass_name in PASSES:
-            x = attention_input(batch, side, layout)
-            times = timed_pairs(attention_pass(ours, pass_name, x), attention_pass(theirs, pass_name, x), pairs)
-            peaks = ["-", "-"] if options.quick else [f"{peak:.0f}" for peak in peaks_of_pass(layout, pass_name)]
-            print(f"{layout:14}{pass_name:18}{describe_pairs(times)}{peaks[0]:>10}{peaks[1]:>10}")
 
 
 # -------------------------------------------------------------------------------------------------------------- import

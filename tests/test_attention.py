@@ -16,6 +16,7 @@ from unet_attn.attention import (
     attention,
     multi_head_attention,
 )
+from unet_attn.attention_extras import attention_in_chunks
 
 
 @pytest.fixture
@@ -71,11 +72,16 @@ def explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 def fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     heads = query.shape[1]
     merged = (rearrange(x, "b heads n d -> b n (heads d)") for x in (query, key, value))
+    mask = mask if mask.ndim == 4 else mask[None, None]
     return rearrange(multi_head_attention(*merged, heads=heads, mask=mask), "b n (heads d) -> b heads n d", heads=heads)
 
 
+def chunked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return attention_in_chunks(query, key, value, mask, chunk=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", [explicit, fused])
+@pytest.mark.parametrize("form", [explicit, fused, chunked])
 def test_a_fully_masked_row_gives_zero_and_finite_gradients(
     form, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -94,7 +100,7 @@ def test_a_fully_masked_row_gives_zero_and_finite_gradients(
     assert (q.grad[:, :, 2] == 0).all()
 
 
-@pytest.mark.parametrize("form", [explicit, fused])
+@pytest.mark.parametrize("form", [explicit, fused, chunked])
 def test_nan_in_a_key_that_nobody_may_read_reaches_nothing(form, generator: torch.Generator) -> None:
     q, k, v = (torch.randn(2, 3, n, 5, generator=generator) for n in (7, 4, 4))
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])[:, None, None]
@@ -111,7 +117,37 @@ def test_nan_in_a_key_that_nobody_may_read_reaches_nothing(form, generator: torc
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
-@pytest.mark.parametrize("form", [explicit, fused])
+@pytest.mark.parametrize("form", [explicit, fused, chunked])
+@pytest.mark.parametrize("place", ["key", "value"])
+def test_nan_reaches_the_queries_that_may_read_it_and_no_other(form, place: str, generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(2, 3, 6, 5, generator=generator).requires_grad_() for _ in range(3))
+    mask = torch.ones(6, 6).tril()
+    clean = form(q, k, v, mask).detach()
+
+    ahead = torch.zeros(6, 1).index_fill(0, torch.tensor([3]), float("nan"))
+    spoilt = {"key": (q, k + ahead, v), "value": (q, k, v + ahead)}[place]
+    output = form(*spoilt, mask)
+    output[:, :, :3].sum().backward()
+
+    assert_close(output[:, :, :3], clean[:, :, :3])
+    assert output[:, :, 3:].isnan().all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    assert (k.grad[:, :, 3] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["tokens", "map"])
+def test_nan_in_padding_reaches_no_weight_gradient(kind: str, generator: torch.Generator) -> None:
+    module = MultiHeadAttention(8, 2, context_dim=7) if kind == "tokens" else CrossAttention2d(8, 7, 2, 4)
+    x = torch.randn(*((2, 5, 8) if kind == "tokens" else (2, 8, 5, 1)), generator=generator)
+    context, mask = torch.randn(2, 3, 7, generator=generator), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    context[0, 2], context[1, 1:] = float("nan"), float("inf")
+    output = module(x, context, context, mask) if kind == "tokens" else module(x, context, mask)
+    output.sum().backward()
+    assert output.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("form", [explicit, fused, chunked])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scores_beyond_the_range_of_half_precision_stay_finite(form, dtype: torch.dtype) -> None:
     q = k = torch.full((1, 1, 3, 64), 60.0, dtype=dtype)
@@ -133,15 +169,16 @@ MASKS = {
 
 
 @pytest.mark.parametrize("form", MASKS)
-def test_fused_and_explicit_agree_on_every_form_of_mask(form: str, generator: torch.Generator) -> None:
+def test_fused_explicit_and_chunked_agree_on_every_form_of_mask(form: str, generator: torch.Generator) -> None:
     q, k, v = (torch.randn(2, n, 15, generator=generator) for n in (7, 5, 5))
     mask = MASKS[form](torch.rand(2, 3, 7, 5, generator=generator) > 0.4)
     output = multi_head_attention(q, k, v, heads=3, mask=mask)
 
     full = {2: lambda m: m[:, None, None], 3: lambda m: m[:, None], 4: lambda m: m}[mask.ndim](mask)
-    split = (rearrange(x, "b n (h d) -> b h n d", h=3) for x in (q, k, v))
-    expected = rearrange(attention(*split, full)[0], "b h n d -> b n (h d)")
-    assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    split = [rearrange(x, "b n (h d) -> b h n d", h=3) for x in (q, k, v)]
+    expected = attention(*split, full)[0]
+    assert_close(output, rearrange(expected, "b h n d -> b n (h d)"), atol=1e-5, rtol=1e-5)
+    assert_close(attention_in_chunks(*split, full, chunk=3), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_padding_on_the_key_axis_equals_the_shorter_sequence(generator: torch.Generator) -> None:

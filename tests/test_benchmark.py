@@ -22,11 +22,25 @@ def test_the_attention_benchmark_runs_and_has_a_row_per_layout_and_pass() -> Non
 
     assert done.returncode == 0, done.stderr
     rows = re.findall(
-        r"^(contiguous|channels_last) +(forward\+?\w*) +[\d.]+ +[\d.]+ +[\d.]+ \(", done.stdout, re.MULTILINE
+        r"^ 128    4  (contiguous|channels_last) +(forward\+?\w*)(?: +[\d.]+){3,} \([\d.]+\.\.[\d.]+\) \w+$",
+        done.stdout,
+        re.MULTILINE,
     )
     assert rows == [
         (layout, name) for layout in ("contiguous", "channels_last") for name in ("forward", "forward+backward")
     ]
+    assert re.search(r"^median ratio [\d.]+, worst [\d.]+$", done.stdout, re.MULTILINE)
+
+
+def test_the_memory_of_attention_is_compared_with_the_linear_floor() -> None:
+    command = [sys.executable, str(SCRIPTS / "benchmark.py"), "attention", "--memory", "--quick"]
+
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert "C side  layout        pass                 floor        ours" in done.stdout
+    floors = re.findall(r"^ 128    4  \w+ +forward +([\d.]+)", done.stdout, re.MULTILINE)
+    assert floors == ["10.0", "10.0"]  # 5 numbers of 4 bytes for each of 4096 pixels and 128 channels
 
 
 def test_a_configuration_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ This file needs torch and einops only and imports nothing of the project: copy i
 
 Letters: B batch, N tokens (Nq queries, Nk keys), D width, d width of one head, C channels, H W the map.
 Masks are bool or 0/1 numbers, non-zero = may be attended. A query with nothing to attend to gives output 0 and
-weights 0, with finite gradients; a key that no query may attend to is never read, so NaN in padding stays there.
+weights 0, with finite gradients. NaN in a key or value reaches the queries that may attend to it and no other, neither
+output nor gradient (`is_causal` alone does not hide it: give a mask where NaN may lie ahead).
 
 Source: Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/1706.03762.
 """
@@ -30,9 +31,10 @@ def attention(
     dropout: a callable on the weights. Returns output (..., Nq, dv) and the weights (..., Nq, Nk) that made it.
     Raises ValueError if the mask does not fit Nq and Nk.
     """
+    spoilt = None
     if mask is not None:
         mask = _checked_mask(mask, query.shape[-2], key.shape[-2])
-        key, value = _hide_unread_keys(key, value, mask)
+        key, value, spoilt = _hide_masked_keys(key, value, mask)
 
     # the query is scaled, not the scores: in half precision the raw product may overflow where the scaled one does not
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
@@ -44,7 +46,10 @@ def attention(
     if dropout is not None:
         weights = dropout(weights)
 
-    return weights @ value, weights
+    output = weights @ value
+    if spoilt is not None:
+        output, weights = (x.masked_fill(spoilt, float("nan")) for x in (output, weights))
+    return output, weights
 
 
 def multi_head_attention(
@@ -94,12 +99,12 @@ def _fused(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """multi_head_attention over heads that are split already: (B, heads, Nq, d) against (B, heads, Nk, d)."""
-    attended = None
+    attended = spoilt = None
     if mask is not None:
         mask = _checked_mask(_four_axes(mask), query.shape[-2], key.shape[-2])
         if is_causal:
             mask, is_causal = mask & _lower_triangle(query, key), False
-        key, value = _hide_unread_keys(key, value, mask)
+        key, value, spoilt = _hide_masked_keys(key, value, mask)
         # a row without any key would be softmax over nothing: let it attend to all, and take its output away below
         attended = mask.any(dim=-1, keepdim=True)
         mask = mask | ~attended
@@ -111,7 +116,9 @@ def _fused(
     # a head whose last axis is strided falls off the fast kernels without a word
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
-    return output if attended is None else output.masked_fill(~attended, 0.0)
+    if attended is not None:
+        output = output.masked_fill(~attended, 0.0)
+    return output if spoilt is None else output.masked_fill(spoilt, float("nan"))
 
 
 def _lower_triangle(query: Tensor, key: Tensor) -> Tensor:
@@ -138,12 +145,33 @@ def _checked_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
     return mask != 0
 
 
-def _hide_unread_keys(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeroes the keys and values that no query may attend to: 0 x NaN is NaN, so a weight of 0 does not hide them."""
-    if mask.ndim == 1:
-        mask = mask[None]
-    unread = ~mask.any(dim=-2).unsqueeze(-1)  # (..., Nk, 1)
-    return key.masked_fill(unread, 0.0), value.masked_fill(unread, 0.0)
+def _hide_masked_keys(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Zeroes the keys and values that would show through a mask: 0 x NaN is NaN, so a weight of 0 does not hide them.
+
+    mask: bool, broadcasts to (..., Nq, Nk). Returns key, value, and the queries (..., Nq, 1) that may attend to NaN or
+    infinity and so must become NaN; None in their place where one row of the mask serves all queries, which sees
+    to it that a key is attended to or hidden as a whole.
+    """
+    if mask.ndim == 1 or mask.shape[-2] == 1:
+        hidden = ~mask if mask.ndim == 1 else ~mask.squeeze(-2)
+        return key.masked_fill(hidden[..., None], 0.0), value.masked_fill(hidden[..., None], 0.0), None
+
+    bad = ~(key.isfinite().all(dim=-1) & value.isfinite().all(dim=-1))  # (..., Nk)
+    spoilt = (mask & bad.unsqueeze(-2)).any(dim=-1, keepdim=True)
+    # what nobody reads goes too, finite or not: its scores may overflow, and infinity less infinity is NaN
+    hidden = (bad | ~mask.any(dim=-2))[..., None]
+    return key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0), spoilt
+
+
+def _hide_unread_tokens(tokens: Tensor, mask: Tensor | None, queries: int) -> Tensor:
+    """Zeroes the tokens that no query may attend to, before a projection whose weights' gradient would read them.
+
+    tokens: (B, Nk, D); mask: as in multi_head_attention. Raises ValueError if it does not fit.
+    """
+    if mask is None:
+        return tokens
+    read = _checked_mask(_four_axes(mask), queries, tokens.shape[-2]).any(dim=2).any(dim=1)  # (B, Nk)
+    return tokens.masked_fill(~read[..., None], 0.0)
 
 
 def _check_divisible(dim: int, heads: int) -> int:
@@ -202,6 +230,7 @@ class MultiHeadAttention(nn.Module):
 
         Returns (B, Nq, dim), with return_weights also the weights (B, heads, Nq, Nk).
         """
+        key, value = (_hide_unread_tokens(x, mask, query.shape[-2]) for x in (key, value))
         query, key, value = self.to_q(query), self.to_k(key), self.to_v(value)
         dropout_p = self.dropout if self.training else 0.0
 
@@ -228,13 +257,12 @@ class SelfAttention2d(nn.Module):
 
     def forward(self, x: Tensor, return_weights: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """x: (B, C, H, W). Returns (B, C, H, W) in x's memory layout, with return_weights also (B, heads, HW, HW)."""
-        qkv = self.to_qkv(_pixels_last(x))
-        query, key, value = rearrange(
-            qkv, "b (qkv heads d) h w -> qkv b heads (h w) d", qkv=3, heads=self.heads
-        ).unbind()
+        # cut in three before the heads are split: its backward pass then joins the gradients in one copy, not three
+        qkv = self.to_qkv(_pixels_last(x)).chunk(3, dim=1)
+        query, key, value = (rearrange(each, "b (heads d) h w -> b heads (h w) d", heads=self.heads) for each in qkv)
         output, weights = _weighed(query, key, value) if return_weights else (_fused(query, key, value), None)
 
-        output = self.to_out(rearrange(output, "b heads (h w) d -> b (heads d) h w", h=x.shape[-2]))
+        output = self.to_out(_heads_to_map(output, x.shape[-2]))
         output = output.contiguous(memory_format=_layout(x))
         return (output, weights) if return_weights else output
 
@@ -259,13 +287,12 @@ class CrossAttention2d(nn.Module):
         Raises ValueError if the mask's length is not the context's.
         """
         query = rearrange(self.to_q(_pixels_last(x)), "b (heads d) h w -> b heads (h w) d", heads=self.heads)
-        key, value = rearrange(
-            self.to_kv(context), "b n (kv heads d) -> kv b heads n d", kv=2, heads=self.heads
-        ).unbind()
+        context = _hide_unread_tokens(context, context_mask, query.shape[-2])
+        key, value = (split_heads(each, self.heads) for each in self.to_kv(context).chunk(2, dim=-1))
         attended = (query, key, value, context_mask)
         output, weights = _weighed(*attended) if return_weights else (_fused(*attended), None)
 
-        output = self.to_out(rearrange(output, "b heads (h w) d -> b (heads d) h w", h=x.shape[-2]))
+        output = self.to_out(_heads_to_map(output, x.shape[-2]))
         output = output.contiguous(memory_format=_layout(x))
         return (output, weights) if return_weights else output
 
@@ -284,6 +311,17 @@ def _weighed(
 def _pixels_last(x: Tensor) -> Tensor:
     """The map with each pixel's channels side by side, so that a head's view of it has the stride fast kernels want."""
     return x.contiguous(memory_format=torch.channels_last)
+
+
+def _heads_to_map(x: Tensor, height: int) -> Tensor:
+    """(B, heads, HW, d) -> (B, heads*d, H, W) in channels_last.
+
+    By way of one flat axis: at a batch of 1 the fused kernel's strides would not tell a convolution the layout, and it
+    would copy its input and its output.
+    """
+    batch, _, pixels, _ = x.shape
+    flat = rearrange(x, "b heads n d -> (b n heads d)")
+    return rearrange(flat, "(b h w c) -> b c h w", b=batch, h=height, w=pixels // height)
 
 
 def _layout(x: Tensor) -> torch.memory_format:

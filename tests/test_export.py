@@ -1,0 +1,181 @@
+"""Compile and export: no graph breaks, and networks that compute the same outside torch."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pipeline_parts import tiny_pipeline, tiny_unet
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.testing import assert_close
+
+from unet_attn.attention import CrossAttention2d, MultiHeadAttention, SelfAttention2d
+from unet_attn.attention_extras import (
+    ExtendedMultiHeadAttention,
+    LinearAttention2d,
+    RelativeOverPixels,
+    RotaryOverPixels,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = ["a red heart", "cloud upload over the sea"]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def extended() -> ExtendedMultiHeadAttention:
+    return ExtendedMultiHeadAttention(12, 3, kv_heads=1, qk_norm=True, memory_tokens=2)
+
+
+MODULES = {
+    "self": (SelfAttention2d(12, 3, 4), lambda b: (randn(b, 12, 3, 5),)),
+    "cross": (CrossAttention2d(12, 7, 3, 4), lambda b: (randn(b, 12, 3, 5), randn(b, 5, 7), torch.ones(b, 5))),
+    "tokens": (MultiHeadAttention(12, 3), lambda b: (*[randn(b, 5, 12)] * 3, torch.ones(b, 5, 5))),
+    "extended": (extended(), lambda b: (*[randn(b, 5, 12)] * 3, torch.ones(b, 5))),
+    "rotary": (RotaryOverPixels(extended()), lambda b: (randn(b, 12, 3, 5),)),
+    "relative": (RelativeOverPixels(extended(), reach=2), lambda b: (randn(b, 12, 3, 5),)),
+    "linear": (LinearAttention2d(12, 3), lambda b: (randn(b, 12, 3, 5),)),
+}
+
+
+class PlainUNet(nn.Module):
+    """The tiny U-Net as tensors in, a tensor out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = tiny_unet()
+
+    def forward(self, sample: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        return self.unet(sample, timestep, text, mask, return_dict=False)[0]
+
+
+def unet_inputs(batch: int, height: int, width: int, tokens: int) -> tuple[Tensor, ...]:
+    mask = (torch.arange(tokens) < 2).long().expand(batch, -1).contiguous()
+    return randn(batch, 3, height, width), torch.linspace(5, 900, batch), randn(batch, tokens, 12, seed=1), mask
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_module_compiles_without_a_graph_break(name: str) -> None:
+    # aot_eager traces and differentiates the whole graph and leaves out the minutes of code generation
+    module, inputs = MODULES[name]
+    torch.compiler.reset()
+    compiled = torch.compile(module.eval(), fullgraph=True, backend="aot_eager")
+    for batch in (2, 3):
+        assert_close(compiled(*inputs(batch)), module(*inputs(batch)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_unet_compiles_without_a_graph_break() -> None:
+    unet = PlainUNet()
+    torch.compiler.reset()
+    compiled = torch.compile(unet, fullgraph=True, backend="aot_eager")
+    for sizes in ((2, 12, 16, 5), (3, 12, 16, 5)):
+        assert_close(compiled(*unet_inputs(*sizes)), unet(*unet_inputs(*sizes)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's own compiler needs a C++ compiler")
+def test_torchs_own_compiler_gives_the_same() -> None:
+    module, inputs = MODULES["cross"]
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True)
+    for batch in (2, 3):
+        assert_close(compiled(*inputs(batch)), module(*inputs(batch)), atol=1e-5, rtol=1e-5)
+
+
+def test_the_unet_is_exported_by_torch_for_any_batch_size_and_caption_length() -> None:
+    unet, batch, tokens = PlainUNet(), Dim("batch"), Dim("tokens")
+    axes = (
+        {0: batch, 2: 4 * Dim("rows", min=2), 3: 4 * Dim("columns", min=2)},
+        {0: batch},
+        *[{0: batch, 1: tokens}] * 2,
+    )
+    exported = torch.export.export(unet, unet_inputs(2, 12, 16, 5), dynamic_shapes=axes).module()
+    for sizes in ((5, 8, 20, 3), (3, 28, 12, 7)):
+        assert_close(exported(*unet_inputs(*sizes)), unet(*unet_inputs(*sizes)), atol=1e-5, rtol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------- ONNX
+
+
+def export(run: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "scripts" / "export.py", run, "--onnx", *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    run = tmp_path_factory.mktemp("export") / "run"
+    tiny_pipeline().save_pretrained(run)
+    done = export(run)
+    assert done.returncode == 0, done.stderr
+    assert "agree with torch" in done.stdout
+    return run / "onnx"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prediction_type", ["flow", "epsilon", "v_prediction", "sample"])
+def test_the_folder_samples_the_same_pictures_where_torch_is_not_installed(
+    exported: Path, prediction_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = tiny_pipeline(prediction_type)
+    latents = randn(2, 3, 16, 12)
+    options = {"num_inference_steps": 4, "guidance_scale": 3.0, "negative_prompt": "blue"}
+    expected = pipeline(PROMPTS, latents=latents, output_type="np", **options).images
+
+    # the networks are those of every type; what differs lies in the settings
+    folder = shutil.copytree(exported, tmp_path / "onnx")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from export import settings_of
+
+    (folder / "settings.json").write_text(json.dumps(settings_of(pipeline)))
+    np.save(tmp_path / "latents.npy", latents.numpy())
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import numpy as np; from pathlib import Path; from sample import NumpySampler\n"
+        "latents, sampler = np.load('../latents.npy'), NumpySampler(Path('.'))\n"
+        f"pictures = sampler.sample({PROMPTS}, latents, steps=4, negative_prompt='blue')\n"
+        "np.save('../pictures.npy', pictures)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert np.abs(np.load(tmp_path / "pictures.npy") - expected).max() < 1e-4
+
+
+@pytest.mark.slow
+def test_the_folders_sampler_writes_pictures_and_refuses_what_does_not_fit(exported: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    def sample(*options: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, exported / "sample.py", *options, "--out", tmp_path]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = sample("--prompt", *PROMPTS, "--steps", "2", "--seed", "7", "--height", "16")
+    assert done.returncode == 0 and done.stdout.startswith("wrote 2 pictures"), done.stderr
+    assert Image.open(tmp_path / "00008.png").size == (12, 16)
+    done = sample("--width", "15")
+    assert done.returncode == 2 and done.stderr.strip() == "error: width must be a multiple of 4, got 15"
+    done = sample("--steps", "1001")
+    assert done.returncode == 2 and "steps must be from 1 to 1000" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_export_overwrites_nothing(exported: Path) -> None:
+    done = export(exported.parent)
+    assert done.returncode == 2 and "already exists" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = export(tmp_path, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and str(tmp_path) in done.stderr
+    assert not (tmp_path / "out").exists()
