@@ -6,6 +6,9 @@ Picture n of the call (prompts in order, --num_images of each) has the seed --se
 and, with prompt, steps, scheduler, guidance and size, in its PNG metadata: each can be made again alone, by
 
     python scripts/sample.py RUN --like pictures/00007-a-heart.png --out again
+
+With --best_of K --judge JUDGE, K candidates with seeds in a row are made for each picture, and the one that the judge
+(scripts/train_judge.py) finds to fit the prompt best is written.
 """
 
 import argparse
@@ -61,6 +64,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="float32, float16 or bfloat16 (float32)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (cuda where there is one)")
     parser.add_argument("--batch_size", type=int, default=16, help="pictures at a time (16)")
+    parser.add_argument("--best_of", metavar="K", type=int, help="candidates for each picture (1)")
+    parser.add_argument("--judge", metavar="JUDGE", type=Path, help="who chooses among the candidates")
     parser.add_argument("--like", metavar="FILE", type=Path, help="make a picture again, from what its PNG says of it")
     parser.add_argument("--attention", action="store_true", help="also write which word drew which pixel")
     parser.add_argument("--out", type=Path, default=Path("samples"), help="folder for the pictures (samples)")
@@ -69,9 +74,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def settled(options: argparse.Namespace) -> argparse.Namespace:
     """The options with --like's settings or the defaults in the place of those that were not given."""
-    defaults = {"num_images": 1, "seed": 0, "guidance_scale": DEFAULT_GUIDANCE, "dtype": "float32"}
+    defaults = {"num_images": 1, "best_of": 1, "seed": 0, "guidance_scale": DEFAULT_GUIDANCE, "dtype": "float32"}
     if options.like is not None:
-        given = [name for name in ("num_images", *LIKE) if getattr(options, name) is not None]
+        given = [name for name in ("num_images", "best_of", "judge", *LIKE) if getattr(options, name) is not None]
         if given:
             raise ValueError(f"--like says all of the picture: leave out {', '.join(f'--{name}' for name in given)}")
         defaults |= settings_of(options.like)
@@ -121,6 +126,7 @@ def sample(options: argparse.Namespace) -> None:
     from unet_attn.pipelines.text_to_image import TextToImagePipeline
 
     device = chosen_device(options.device)
+    judge = None if options.judge is None else loaded_judge(options.judge, device)
     pipeline = TextToImagePipeline.from_pretrained(options.run, dtype=options.dtype).to(device)
     if options.scheduler is not None:
         pipeline.scheduler = chosen_scheduler(options.scheduler, pipeline)
@@ -133,9 +139,11 @@ def sample(options: argparse.Namespace) -> None:
         "dtype": str(pipeline.unet.dtype).removeprefix("torch."),
     }
 
-    images = []
-    for start in range(0, len(requests), options.batch_size):
-        batch = requests[start : start + options.batch_size]
+    images, captions = [], []
+    # the candidates for one picture stay together
+    batch_size = max(1, options.batch_size // options.best_of) * options.best_of
+    for start in range(0, len(requests), batch_size):
+        batch = requests[start : start + batch_size]
         pipeline.set_progress_bar_config(desc=f"pictures {start + 1}-{start + len(batch)} of {len(requests)}")
         output = pipeline(
             [request.prompt for request in batch] if has_text and options.prompt else options.prompt,
@@ -150,14 +158,16 @@ def sample(options: argparse.Namespace) -> None:
             return_attention=options.attention,
         )
         options.out.mkdir(parents=True, exist_ok=True)
-        for number, (request, image) in enumerate(zip(batch, output.images, strict=True)):
+        chosen = range(len(batch)) if judge is None else best_of_each(judge, output.images, batch, options.best_of)
+        for number in chosen:
+            request, image = batch[number], output.images[number]
             path = write_picture(image, request, settings, options.out)
             if options.attention:
                 sheet = attention_sheet(image, *output.attention[number], request.prompt, WIDEST_GRID)
                 sheet.save(path.with_name(f"{path.stem}-attention.png"))
-        images += output.images
+            images.append(image)
+            captions.append(request.prompt or f"seed {request.seed}")
 
-    captions = [request.prompt or f"seed {request.seed}" for request in requests]
     columns = options.num_images if 1 < options.num_images <= WIDEST_GRID else WIDEST_GRID
     picture_grid(images, captions, columns).save(options.out / "grid.png")
     print(f"wrote {len(images)} picture{'s' if len(images) > 1 else ''} and grid.png to {options.out}")
@@ -165,18 +175,46 @@ def sample(options: argparse.Namespace) -> None:
 
 def picture_requests(options: argparse.Namespace) -> list[Request]:
     """Every picture asked for, with its seed. Raises ValueError for counts that do not fit."""
-    for name in ("num_images", "batch_size"):
+    for name in ("num_images", "batch_size", "best_of"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if (options.best_of > 1) != (options.judge is not None):
+        raise ValueError("--best_of and --judge go together: how many candidates, and who chooses among them")
+    if options.judge is not None and not options.prompt:
+        raise ValueError("--best_of needs --prompt: the judge chooses the picture that fits it best")
     prompts = options.prompt or [None]
     negatives = options.negative_prompt or [None]
     if len(negatives) not in (1, len(prompts)):
         raise ValueError(f"got {len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
     negatives = negatives * (len(prompts) if len(negatives) == 1 else 1)
-    if not 0 <= options.seed < 2**63 - len(prompts) * options.num_images:
+    each = options.num_images * options.best_of
+    if not 0 <= options.seed < 2**63 - len(prompts) * each:
         raise ValueError(f"--seed must be a whole number from 0, got {options.seed}")
-    pairs = [pair for pair in zip(prompts, negatives, strict=True) for _ in range(options.num_images)]
+    pairs = [pair for pair in zip(prompts, negatives, strict=True) for _ in range(each)]
     return [Request(options.seed + number, *pair) for number, pair in enumerate(pairs)]
+
+
+def loaded_judge(folder: Path, device: "torch.device") -> "Judge":  # noqa: F821
+    from unet_attn.judge import Judge
+
+    return Judge.load(folder).to(device)
+
+
+def best_of_each(
+    judge: "Judge",  # noqa: F821
+    images: list["Image.Image"],  # noqa: F821
+    requests: list[Request],
+    count: int,
+) -> list[int]:
+    """Each `count` pictures in a row are candidates for one: the numbers of those that fit their prompts best."""
+    import torch
+
+    from unet_attn.data import to_tensor
+    from unet_attn.judge import best_first
+
+    pictures = torch.stack([to_tensor(image) for image in images])
+    firsts = range(0, len(images), count)
+    return [first + best_first(judge, pictures[first : first + count], requests[first].prompt)[0] for first in firsts]
 
 
 def chosen_device(name: str | None) -> "torch.device":  # noqa: F821  torch is imported late

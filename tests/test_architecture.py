@@ -172,5 +172,6 @@ def test_each_lazy_name_is_its_modules_own(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match=re.escape("no attribute 'UNet'; it offers AttentionChoice, AttentionHead, AttnUNet2D")):
+    expected = re.escape("no attribute 'UNet'; it offers AttentionChoice, AttentionHead, AttnUNet2D")
+    with pytest.raises(AttributeError, match=expected):
         _ = unet_attn.UNet  # type: ignore[attr-defined]

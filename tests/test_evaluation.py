@@ -251,7 +251,13 @@ def test_the_script_measures_a_saved_run_and_writes_what_it_did(tmp_path: Path) 
     assert (report["seeds"], report["steps"], report["guidance_scale"]) == ([3, 73], 2, 3.0)
     assert report["kid"] > 0 and report["frechet"] > 0
     assert report["extractor"].startswith("EfficientNet-Lite0")
-    assert f"Frechet distance       {report['frechet']:.2f}" in done.stdout
+    assert f"Frechet distance         {report['frechet']:.2f} +- {report['frechet_error']:.2f}" in done.stdout
+    assert 0 <= report["precision"] <= 1 and 0 <= report["recall"] <= 1
+    assert report["loss"]["pictures"] == 67 and report["loss"]["true"]["error"] > 0
+    assert report["loss"]["gap_exchanged"] == {"value": 0, "error": 0}  # new attention adds nothing yet
+    assert report["loss"]["on_training_data"] is None and "copies" in report
+    assert set(report["seconds"]) == {"loss", "sampling", "features", "measures"}
+    assert "Loss by noise level, 67 pictures" in (tmp_path / "run" / "evaluation.svg").read_text(encoding="utf-8")
 
 
 def test_the_script_refuses_in_one_line_before_it_samples(tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from diffusers import DDIMScheduler
 from PIL import Image
 from pipeline_parts import scheduler_for, tiny_pipeline, tiny_unconditional, tiny_unet
 
+from unet_attn.data import to_tensor
+from unet_attn.judge import Judge, JudgeSize, best_first
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.tokenizer import train_tokenizer
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "sample.py"
 spec = importlib.util.spec_from_file_location("sample_script", SCRIPT)
@@ -218,3 +221,47 @@ def test_pictures_that_are_not_finite_are_an_error_and_not_black(tmp_path, capsy
     assert call(tmp_path / "run", tmp_path / "out") == 2
     assert "error: picture 0 of 1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def judge_folder(tmp_path_factory):
+    torch.manual_seed(1)
+    size = JudgeSize(image_size=12, patch_size=4, dim=8, depth=1, heads=2, text_dim=8, text_depth=1, embedding_dim=8)
+    folder = tmp_path_factory.mktemp("judge")
+    Judge(size, train_tokenizer(["red blue"], vocab_size=300, max_length=11)).save(folder)
+    return folder
+
+
+def test_of_several_candidates_the_one_that_the_judge_prefers_is_written(run_folder, judge_folder, tmp_path):
+    wanted = ["--prompt", "red", "blue", "--seed", "3"]
+    assert call(run_folder, tmp_path / "all", *wanted, "--num_images", "10") == 0
+    judge = Judge.load(judge_folder)
+
+    def best(names):
+        images = torch.stack([to_tensor(Image.open(tmp_path / "all" / name)) for name in names])
+        return names[best_first(judge, images, names[0][6:].removesuffix(".png"))[0]]
+
+    each = list(pictures(tmp_path / "all"))
+    expected = [best(each[first : first + 5]) for first in range(0, 20, 5)]
+
+    choosing = ["--best_of", "5", "--judge", str(judge_folder), "--num_images", "2", "--batch_size", "3"]
+    assert call(run_folder, tmp_path / "best", *wanted, *choosing) == 0
+
+    assert list(pictures(tmp_path / "best")) == expected
+    assert len({int(name[:5]) % 5 for name in expected}) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "x", "--best_of", "3"], "--best_of and --judge go together"),
+        (["--prompt", "x", "--judge", "nowhere"], "--best_of and --judge go together"),
+        (["--prompt", "x", "--best_of", "0"], "--best_of must be at least 1, got 0"),
+        (["--best_of", "2", "--judge", "nowhere"], "--best_of needs --prompt"),
+        (["--prompt", "x", "--best_of", "2", "--judge", "nowhere"], "nowhere holds no judge"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_is_refused(run_folder, tmp_path, capsys, options, message):
+    assert call(run_folder, tmp_path / "none", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()

@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from torch import Generator
@@ -19,7 +19,7 @@ from unet_attn.cache import CheckCache, Checked, stamp
 from unet_attn.checking import ReplacedPictures, check_pictures
 from unet_attn.data_options import DataOptions
 from unet_attn.faults import DataError, Fault, printable, shown, write_faults
-from unet_attn.images import Crop, ImageError, fitted_size, load_image, resize_and_crop, to_tensor
+from unet_attn.images import ImageError, fitted_size, load_image, resize_and_crop, to_tensor
 from unet_attn.items import collate, decode, fitted_pixels, plain_item, training_item
 from unet_attn.sampler import GlobalBatchSampler, SampleKey
 from unet_attn.sources import Found, find_pictures
@@ -69,40 +69,15 @@ class CaptionedImages(Dataset[dict[str, Any]]):
     Raises DataError naming every unusable file, or saying that there are no pictures or no captions.
     """
 
-    # For the moment the old parameters work beside DataOptions: see data_options.patch.
     def __init__(
         self,
-        path: str | Path | DataOptions,
-        resolution: int = 32,
-        channels: int = 3,
+        options: DataOptions,
         *,
-        caption_dropout: float = 0.1,
-        caption_extension: str = ".txt",
-        horizontal_flip: bool = False,
-        crop: Crop = "center",
-        background: str = "white",
-        on_error: Literal["fail", "skip"] = "fail",
-        require_captions: bool = True,
-        num_workers: int = 0,
-        max_pixels: int | None = None,
+        channels: int = 3,
         seed: int = 0,
+        require_captions: bool = True,
         multiple_of: int = 1,
     ) -> None:
-        options = path
-        if not isinstance(path, DataOptions):
-            options = DataOptions(
-                path=str(path),
-                resolution=resolution,
-                caption_dropout=caption_dropout,
-                caption_extension=caption_extension,
-                horizontal_flip=horizontal_flip,
-                crop=crop,
-                background=background,
-                on_error=on_error,
-                num_workers=num_workers,
-                max_pixels=max_pixels,
-            )
-        self.num_workers = options.num_workers
         if channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (colour), got {channels}")
         self.options, self.channels, self.seed = options, channels, seed

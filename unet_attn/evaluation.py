@@ -1,7 +1,7 @@
-"""How far sampled pictures are from real ones: KID and Frechet distance in EfficientNet-Lite0 features.
+"""How far sampled pictures are from real ones: KID, Frechet distance, precision and recall, in a network's features.
 
-Both sides go the same way: 8-bit pictures, one resize, one network. The figures compare runs with each other, measured
-with the same number of pictures; they are not the Inception figures of papers.
+Both sides go the same way: 8-bit pictures, one resize, one network, EfficientNet-Lite0 or a judge. The figures compare
+runs with each other, measured with the same number of pictures; they are not the Inception figures of papers.
 """
 
 import warnings
@@ -17,6 +17,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
 from unet_attn.data import to_tensor
+from unet_attn.measures import frechet_error, kernel_error, precision_and_recall
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.sampler import epoch_order
 
@@ -77,31 +78,44 @@ class _Identity(nn.Identity):
 
 @dataclass(frozen=True)
 class Distances:
-    """Both figures and what they were computed from. Lower is closer; kid_std is over the subsets."""
+    """The figures and what they were computed from. For kid and frechet lower is closer, for the others higher.
+
+    The errors are standard errors by the bootstrap; kid_std is what other tools print, the spread over the subsets.
+    """
 
     kid: float
+    kid_error: float
     kid_std: float
     frechet: float
+    frechet_error: float
+    precision: float
+    precision_error: float
+    recall: float
+    recall_error: float
     real_pictures: int
     sampled_pictures: int
     kid_subsets: int
     kid_subset_size: int
 
 
-def to_extractor_input(picture: Tensor) -> Tensor:
-    """Resize a picture (C, H, W) in [-1, 1] of any size, C 1 or 3, to (3, 128, 128): the one way for both sides."""
-    size = (EXTRACTOR_SIZE, EXTRACTOR_SIZE)
-    resized = F.interpolate(picture[None], size=size, mode="bicubic", antialias=True)[0]
+def to_extractor_input(picture: Tensor, size: int = EXTRACTOR_SIZE) -> Tensor:
+    """Resize a picture (C, H, W) in [-1, 1] of any size, C 1 or 3, to (3, size, size): the one way for both sides."""
+    resized = F.interpolate(picture[None], size=(size, size), mode="bicubic", antialias=True)[0]
     return resized.clamp(-1, 1).expand(3, -1, -1)  # bicubic overshoots at edges
 
 
 @torch.inference_mode()
-def extract_features(pictures: Iterable[Tensor], extractor: nn.Module, *, batch_size: int = 64) -> Tensor:
-    """Features (N, F), float32 on the CPU, of N pictures (C, H, W) in [-1, 1], computed on the extractor's device."""
+def extract_features(
+    pictures: Iterable[Tensor], extractor: nn.Module, *, size: int = EXTRACTOR_SIZE, batch_size: int = 64
+) -> Tensor:
+    """Features (N, F), float32 on the CPU, of N pictures (C, H, W) in [-1, 1], computed on the extractor's device.
+
+    size: side in pixels that the extractor wants.
+    """
     device = next((parameter.device for parameter in extractor.parameters()), torch.device("cpu"))
     remaining = iter(pictures)
     features = []
-    while batch := [to_extractor_input(picture) for picture in islice(remaining, batch_size)]:
+    while batch := [to_extractor_input(picture, size) for picture in islice(remaining, batch_size)]:
         features.append(extractor(torch.stack(batch).to(device)).float().cpu())
     if not features:
         raise ValueError("there are no pictures to extract features from")
@@ -179,14 +193,21 @@ def check_counts(*, real: int, sampled: int) -> None:
 
 
 def compare_features(real: Tensor, sampled: Tensor, *, seed: int = 0) -> Distances:
-    """Both distances between features (N, F), N at least 64 on each side; `seed` draws KID's subsets."""
+    """All figures of features (N, F), N at least 64 on each side; `seed` draws KID's subsets and the bootstrap."""
     check_counts(real=len(real), sampled=len(sampled))
     subset_size = min(MAX_SUBSET_SIZE, min(len(real), len(sampled)) // 2)
     kid, kid_std = kernel_distance(real, sampled, subset_size=subset_size, seed=seed)
+    precision, recall = precision_and_recall(real, sampled, seed=seed)
     return Distances(
         kid=kid,
+        kid_error=kernel_error(real, sampled, seed=seed),
         kid_std=kid_std,
         frechet=frechet_distance(real, sampled),
+        frechet_error=frechet_error(real, sampled, seed=seed),
+        precision=precision.value,
+        precision_error=precision.error,
+        recall=recall.value,
+        recall_error=recall.error,
         real_pictures=len(real),
         sampled_pictures=len(sampled),
         kid_subsets=KID_SUBSETS,

@@ -1,0 +1,223 @@
+"""The judge: its loss written out, that it learns, that it is saved whole, and what it refuses."""
+
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.testing import assert_close
+
+from unet_attn.judge import (
+    Judge,
+    JudgeFeatures,
+    JudgeSize,
+    best_first,
+    caption_agreement,
+    caption_key,
+    contrastive_loss,
+    similarities,
+    split_held_out,
+    train_judge,
+)
+from unet_attn.tokenizer import train_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZE = JudgeSize(
+    image_size=12, channels=1, patch_size=4, dim=16, depth=1, heads=2, text_dim=16, text_depth=1, embedding_dim=16
+)
+SPOTS = list(product(range(0, 12, 4), range(0, 12, 4)))
+CAPTIONS = [f"row {row // 4} column {column // 4}" for row, column in SPOTS]
+
+
+def spots(count: int, seed: int = 0) -> tuple[Tensor, list[str]]:
+    """Pictures (count, 1, 12, 12) with a white patch at one of nine places, some noise, and what they are called."""
+    generator = torch.Generator().manual_seed(seed)
+    pictures = -1 + 0.2 * torch.rand(count, 1, 12, 12, generator=generator)
+    captions = []
+    for picture in pictures:
+        which = int(torch.randint(len(SPOTS), (), generator=generator))
+        row, column = SPOTS[which]
+        picture[0, row : row + 4, column : column + 4] += 1.7
+        captions.append(CAPTIONS[which])
+    return pictures, captions
+
+
+def new_judge(seed: int = 0) -> Judge:
+    torch.manual_seed(seed)
+    return Judge(SIZE, train_tokenizer(CAPTIONS, vocab_size=300, max_length=13))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Judge:
+    judge = new_judge()
+    train_judge(judge, *spots(300), steps=250, batch_size=50, learning_rate=3e-3)
+    return judge
+
+
+def test_the_loss_is_the_cross_entropy_both_ways_without_pictures_of_the_same_caption() -> None:
+    similarity = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    captions = ["A  cat", "dog", "a cat", "bird"]  # 0 and 2 are the same
+
+    def entropy(scores: Tensor, right: int, wrong: list[int]) -> Tensor:
+        return -(scores[right] - scores[[right, *wrong]].logsumexp(0))
+
+    wrong = [[1, 3], [0, 2, 3], [1, 3], [0, 1, 2]]
+    rows = torch.stack([entropy(similarity[n], n, wrong[n]) for n in range(4)]).mean()
+    columns = torch.stack([entropy(similarity[:, n], n, wrong[n]) for n in range(4)]).mean()
+
+    assert_close(contrastive_loss(similarity, captions), (rows + columns) / 2)
+
+
+def test_case_and_spacing_do_not_make_another_caption() -> None:
+    assert caption_key(" Arrow  LEFT ") == caption_key("arrow left") != caption_key("left arrow")
+
+
+def test_it_finds_the_captions_of_pictures_it_has_not_seen(trained: Judge) -> None:
+    pictures, captions = spots(100, seed=1)
+
+    known = caption_agreement(trained, pictures, captions, CAPTIONS, candidates=9)
+    before = caption_agreement(new_judge().eval(), pictures, captions, CAPTIONS, candidates=9)
+    exchanged = caption_agreement(trained, pictures, captions[1:] + captions[:1], CAPTIONS, candidates=9)
+
+    assert known.value > 0.9
+    assert before.value < 0.4 and exchanged.value < 0.4
+
+
+def test_the_best_picture_of_a_caption_comes_first(trained: Judge) -> None:
+    pictures, captions = spots(40, seed=2)
+    right = [number for number, caption in enumerate(captions) if caption == CAPTIONS[4]]
+
+    ranking = best_first(trained, pictures, CAPTIONS[4])
+
+    assert sorted(ranking) == list(range(40))
+    assert set(ranking[: len(right)]) == set(right) and len(right) > 1
+
+
+def test_training_repeats_with_its_seed() -> None:
+    losses: list[list[float]] = [[], [], []]
+    for run, seed in enumerate((3, 3, 4)):
+        judge, record = new_judge(), losses[run]
+        train_judge(
+            judge, *spots(31), steps=7, batch_size=11, seed=seed, on_step=lambda _, loss, r=record: r.append(loss)
+        )
+
+    assert losses[0] == losses[1] != losses[2]
+    assert len(losses[0]) == 7
+
+
+def test_a_saved_judge_judges_the_same(trained: Judge, tmp_path: Path) -> None:
+    trained.record = {"held_out_agreement": 0.5}
+    trained.save(tmp_path / "judge")
+
+    loaded = Judge.load(tmp_path / "judge")
+
+    pictures, _ = spots(5)
+    assert_close(similarities(loaded, pictures, CAPTIONS), similarities(trained, pictures, CAPTIONS))
+    assert loaded.record == {"held_out_agreement": 0.5} and not loaded.training
+
+
+def test_pictures_of_other_sizes_and_colours_are_brought_to_its_own(trained: Judge) -> None:
+    pictures, captions = spots(60, seed=3)
+    large = torch.nn.functional.interpolate(pictures, scale_factor=3).expand(-1, 3, -1, -1)
+
+    assert_close(trained.features(pictures.expand(-1, 3, -1, -1)), trained.features(pictures), atol=1e-5, rtol=0)
+    assert caption_agreement(trained, large, captions, CAPTIONS, candidates=9).value > 0.9
+    assert JudgeFeatures(trained)(large).shape == (60, trained.num_features)
+
+
+def test_a_folder_without_a_judge_or_with_a_broken_one_is_refused(trained: Judge, tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"holds no judge \(no judge.json\): train one with scripts/train_judge"
+    ):
+        Judge.load(tmp_path)
+
+    trained.save(tmp_path)
+    about = json.loads((tmp_path / "judge.json").read_text(encoding="utf-8"))
+    (tmp_path / "judge.json").write_text(json.dumps(about | {"format_version": 9}), encoding="utf-8")
+    with pytest.raises(ValueError, match="it has format_version 9, this release of unet-attn reads 1"):
+        Judge.load(tmp_path)
+
+    (tmp_path / "judge.json").write_text(json.dumps(about), encoding="utf-8")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        Judge.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tenth_is_held_out_and_at_least_100() -> None:
+    trained, held_out = split_held_out(2003, seed=5)
+
+    assert (len(trained), len(held_out)) == (1803, 200)
+    assert sorted(trained + held_out) == list(range(2003))
+    assert split_held_out(2003, seed=5)[1] == held_out != split_held_out(2003, seed=6)[1]
+    assert len(split_held_out(211, seed=0)[1]) == 100
+    with pytest.raises(ValueError, match=r"^199 captioned pictures are too few to train a judge: 200 are needed$"):
+        split_held_out(199, seed=0)
+
+
+def captioned_folder(folder: Path, count: int, captions: int) -> Path:
+    folder.mkdir()
+    rows = []
+    for number in range(count):
+        Image.new("L", (8, 8), number % 256).save(folder / f"{number}.png")
+        rows.append({"file_name": f"{number}.png", "text": f"shade {number % captions}"})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def train_script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The script in this process, where its imports are already paid for."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = import_module("train_judge")
+
+    def run(*arguments: str | Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["train_judge.py", *map(str, arguments)])
+        return script.main()
+
+    return run
+
+
+def test_the_script_trains_says_how_good_it_is_and_saves(
+    train_script: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = captioned_folder(tmp_path / "data", 211, captions=103)
+
+    done = train_script(data, "--out", tmp_path / "judge", "--resolution", "8", "--channels", "1", "--steps", "3")
+
+    assert done == 0
+    record = Judge.load(tmp_path / "judge").record
+    assert (record["held_out_pictures"], record["trained_pictures"], record["candidates"]) == (100, 111, 100)
+    assert (record["steps"], record["seed"]) == (3, 0)
+    told = f"of 100 held-out pictures among 100 (of trained ones {100 * record['trained_agreement']:.1f} %"
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("count", "captions", "message"),
+    [
+        (7, 7, "7 captioned pictures are too few to train a judge: 200 are needed"),
+        (211, 13, "13 different captions are too few to find one among 100"),
+    ],
+)
+def test_the_script_refuses_data_that_cannot_be_judged_in_one_line(
+    train_script: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    count: int,
+    captions: int,
+    message: str,
+) -> None:
+    data = captioned_folder(tmp_path / "data", count, captions=captions)
+
+    assert train_script(data, "--out", tmp_path / "judge") == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+    assert not (tmp_path / "judge").exists()
