@@ -135,6 +135,12 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     return TextConditionalUNet(unet, text_encoder, tokenizer), objective, data
 
 
+def check_output_outside(output_dir: str, data_path: str) -> None:
+    """Refuse a run folder among the pictures: its sample grids would be trained on by the next run."""
+    if Path(output_dir).resolve().is_relative_to(Path(data_path).resolve()):
+        raise ValueError(f"train.output_dir {output_dir} lies in data.path {data_path}: choose a folder outside it")
+
+
 def in_turn(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
     """Make something in the main process and then in the others, which find the checked pictures in the cache.
 
@@ -185,6 +191,7 @@ def train(arguments: list[str] | None) -> int:
     options = TrainOptions(**config.train.as_dict())
     accelerator = make_accelerator(options.output_dir)
     accelerator.print(describe(accelerator))
+    check_output_outside(options.output_dir, config.data.path)
     resume_from = check_start(options, num_processes=accelerator.num_processes)
 
     model, objective, data = in_turn(accelerator, lambda: build(config, options, resume_from))

@@ -165,6 +165,18 @@ def test_a_truncated_picture_is_named_and_never_read_as_grey_smear(tmp_path: Pat
     assert not ImageFile.LOAD_TRUNCATED_IMAGES
 
 
+def test_a_jpeg_whose_end_was_never_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "half.jpg"
+    pixels = np.random.default_rng(0).integers(0, 256, (97, 89, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    data = path.read_bytes()
+    path.write_bytes(data + bytes(500))  # zeros behind a whole picture are harmless
+    load_image(path)
+    path.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
+    with pytest.raises(ImageError, match=r"half\.jpg.*its end is zeros"):
+        load_image(path)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from pipeline_parts import StubUNet, scheduler_for, seeds, tiny_pipeline, tiny_u
 from unet_attn.pipelines.image_to_image import ImageToImagePipeline
 from unet_attn.pipelines.inpaint import InpaintPipeline
 from unet_attn.pipelines.interpolate import InterpolationPipeline
-from unet_attn.pipelines.portable import bundle_source, code_files
+from unet_attn.pipelines.portable import _with_names_of_its_own, bundle_source, code_files
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 from unet_attn.unet import AttnUNet2D
@@ -279,12 +280,19 @@ def test_a_bundle_stands_alone_and_defines_no_name_twice(module):
             assert all(name.name.split(".")[0] != "unet_attn" for name in node.names), ast.unparse(node)
 
 
-def test_two_modules_with_a_private_helper_of_one_name_do_not_take_each_others(tmp_path):
-    """images and sources each have a `_reason`; both are in the bundle of the pipelines that read pictures."""
-    source = bundle_source("unet_attn.pipelines.image_to_image")
-    assert "def _reason(" in source and "def _reason_of_images(" in source
+def test_two_modules_with_a_private_helper_of_one_name_do_not_take_each_others():
+    first = "def _reason():\n    return 1\n\n\ndef f():\n    return _reason()"
+    second = "def _reason():\n    return 2\n\n\ndef g(x):\n    return _reason() + x._reason"
+    renamed = _with_names_of_its_own(second, "unet_attn.images", {"unet_attn.sources": first})
+    names = {}
+    exec(first + "\n" + renamed, names)
+    assert names["f"]() == 1
+    assert names["g"](SimpleNamespace(_reason=5)) == 7
+
+
+def test_a_bundle_that_reads_pictures_names_the_broken_one(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"")
-    (tmp_path / "bundle.py").write_text(source)
+    (tmp_path / "bundle.py").write_text(bundle_source("unet_attn.pipelines.image_to_image"))
     code = "import sys; sys.path.insert(0, sys.argv[1]); import bundle; bundle.load_image(sys.argv[1] + '/broken.png')"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.stderr.strip().splitlines()[-1].endswith("broken.png: the file is empty")

@@ -208,6 +208,8 @@ def test_csv_metadata_is_read_and_its_flaws_named(tmp_path: Path) -> None:
     found = find_pictures(tmp_path)
     assert captions(found, tmp_path) == {"a.png": ["one, and two"], "b.png": [], "c.png": []}
     assert len(found.faults) == 1 and "line 4: more cells than columns" in reasons(found)[0]
+    table.write_text('file_name,text\na.png,"5 inch\nb.png,two\nc.png,three\n')  # a quote that is never closed
+    assert "unexpected end of data" in reasons(find_pictures(tmp_path))[0]
     table.write_text("file;text\na.png;one\n")
     assert "has no column file_name; its first line is 'file;text'" in reasons(find_pictures(tmp_path))[0]
 

@@ -217,6 +217,13 @@ def test_a_refused_start_is_one_line_and_leaves_no_run_folder(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_folder_among_the_pictures_is_refused(script: ModuleType, config: Path, tmp_path: Path, capsys) -> None:
+    inside = tmp_path / "my pictures" / "run"
+    assert script.main(["--config", str(config), "--train.output_dir", str(inside)]) == 2
+    assert "lies in data.path" in capsys.readouterr().err
+    assert not inside.exists()
+
+
 def test_a_folder_with_another_run_is_left_as_it_is(script: ModuleType, config: Path, tmp_path: Path, capsys) -> None:
     assert script.main(["--config", str(config), "--train.max_steps", "1"]) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}

@@ -159,7 +159,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             pin_memory=pin_memory,
             generator=Generator(),  # else it would draw from the ambient one
         )
-        return iter(loader)
+        return _in_plain_words(iter(loader))
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raises DataError if there are fewer pictures than a batch takes."""
@@ -294,3 +294,11 @@ class CaptionedImages(Dataset[dict[str, Any]]):
     def bucket_counts(self) -> list[tuple[int, int]]:
         """The buckets that hold pictures, as (number in `sizes`, pictures)."""
         return sorted(Counter(self.buckets).items())
+
+
+def _in_plain_words(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The batches; an error of a loader process, which torch wraps in its traceback, becomes its own message again."""
+    try:
+        yield from batches
+    except DataError as error:
+        raise DataError(str(error).strip().splitlines()[-1].removeprefix("unet_attn.faults.DataError: ")) from None

@@ -21,17 +21,20 @@ class Fault(NamedTuple):
     kind: str
 
     def __str__(self) -> str:
-        return printable(f"{self.path}: {self.reason}")
+        return printable(f"{shown(self.path)}: {self.reason}")
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal or a file cannot hold: bytes of odd file names are written as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    """The text without what a terminal or a file cannot hold: odd bytes and control characters become escapes."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
+    )
 
 
 def shown(path: Path) -> str:
     """The path as text that can be printed, whatever bytes a file system put into it."""
-    return printable(str(path))
+    return printable(str(path)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def why(error: Exception) -> str:
@@ -66,5 +69,5 @@ def read_text(path: Path) -> str:
 
 def write_faults(faults: list[Fault], path: Path) -> None:
     """Write one line per fault: kind, path and reason, between tabs."""
-    lines = [printable("\t".join((fault.kind, str(fault.path), one_line(fault.reason)))) for fault in faults]
+    lines = [printable("\t".join((fault.kind, shown(fault.path), one_line(fault.reason)))) for fault in faults]
     path.write_text("\n".join(["kind\tpath\treason", *lines]) + "\n", encoding="utf-8")

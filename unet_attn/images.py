@@ -4,6 +4,7 @@
 pixels; `to_tensor` is what the network gets.
 """
 
+import io
 import os
 import stat
 import threading
@@ -113,8 +114,21 @@ def _decode(file: BinaryIO, channels: int, colour: tuple[int, int, int], max_pix
         if image.width * image.height > limit:
             raise _Unusable(f"has {image.width} x {image.height} pixels, more than max_pixels {limit}", TOO_LARGE)
         image.load()  # raises on a truncated file: LOAD_TRUNCATED_IMAGES, which trains on grey smear, is never set here
+        if image.format == "JPEG":
+            _check_jpeg_end(file)
     image = _flatten(image, colour)
     return image.convert("L" if channels == 1 else "RGB")
+
+
+def _check_jpeg_end(file: BinaryIO) -> None:
+    """Refuse a JPEG whose end was never written: the decoder takes the zeros that stand there for a grey picture."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - 64))
+    tail = file.read()
+    if len(tail) == 64 and not any(tail):
+        file.seek(0)
+        if not file.read().rstrip(b"\0").endswith(b"\xff\xd9"):
+            raise _Unusable("is damaged: its end is zeros", DAMAGED)
 
 
 _limit_lock = threading.Lock()

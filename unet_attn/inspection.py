@@ -85,6 +85,10 @@ def inspect(
         found.problems.append(str(error))
         return found
     found.images, found.faults = images, images.faults
+    if options.resolution % multiple_of:
+        found.problems.append(
+            f"data.resolution must be a multiple of {multiple_of} for this U-Net, got {options.resolution}"
+        )
     if images.faults and options.on_error == "fail":
         found.problems.append(f"{len(images.faults)} faults, and data.on_error is fail: mend them, or set it to skip")
     try:

@@ -96,7 +96,8 @@ def _json_rows(table: Path, text: str, faults: list[Fault], notes: list[str]) ->
 
 
 def _csv_rows(table: Path, text: str, faults: list[Fault]) -> Iterator[Row]:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    # strict: a quote that is never closed is an error, where it would swallow the rows that follow
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         columns = reader.fieldnames or []
         if "file_name" not in columns:
