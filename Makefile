@@ -48,9 +48,11 @@ lint: $(INSTALLED)
 $(DATA)/metadata.jsonl: | $(INSTALLED)
 	$(BIN)/python scripts/prepare_icons.py --out $(DATA) --min-per-word 40
 
-# A run that was interrupted goes on from its last checkpoint; one that is complete is only sampled again.
+# A run that was interrupted goes on from its last checkpoint, or starts again if it had none; one that is complete is only
+# sampled again.
 quickstart: $(INSTALLED) $(DATA)/metadata.jsonl
+	ls $(RUN)/checkpoints/step-*/manifest.json > /dev/null 2>&1 || rm -rf $(RUN)
 	$(LAUNCH) scripts/train.py --config configs/quickstart.yaml --data.path $(DATA) --train.output_dir $(RUN) \
-	    $$(test -d $(RUN)/checkpoints && echo --train.resume latest)
+	    $$(test -d $(RUN) && echo --train.resume latest)
 	$(BIN)/python scripts/sample.py $(RUN) --prompt $(PROMPTS) --num_images 8 --seed 7 --out $(RUN)/samples/quickstart
 	@echo "the pictures with their prompts: $(RUN)/samples/quickstart/grid.png"

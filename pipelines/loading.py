@@ -16,6 +16,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import ModelMixin, SchedulerMixin
+from diffusers.utils import logging
 from transformers import PreTrainedTokenizerBase
 
 from unet_attn.objective import scheduler_from_config
@@ -81,6 +82,8 @@ def load_component(
     _check_config(config, cls, directory / cls.config_name)
     _check_weight_file(directory, variant)
     options = {} if dtype is None else {"torch_dtype": parse_dtype(dtype)}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # what it warns of is an error below, in one line
     try:
         # without low_cpu_mem_usage: missing weights must be reported, and buffers that are not saved must be made
         model, report = cls.from_pretrained(
@@ -95,6 +98,8 @@ def load_component(
         )
     except (OSError, RuntimeError) as error:
         raise ValueError(f"the weights in {directory} cannot be read: {_one_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     _check_report(report, cls, directory)
     return model
 

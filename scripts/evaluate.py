@@ -143,7 +143,10 @@ def data_section(run: Path) -> dict[str, Any]:
     import yaml
 
     config = run / "config.yaml"
-    return yaml.safe_load(config.read_text(encoding="utf-8"))["data"] if config.exists() else {}
+    try:
+        return yaml.safe_load(config.read_text(encoding="utf-8"))["data"] if config.exists() else {}
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(f"{config} is no configuration of a run: {error}") from error
 
 
 def training_pictures(

@@ -44,6 +44,11 @@ def test_an_unknown_format_is_refused_naming_both_versions() -> None:
         TextEncoder(31, 12, 1, 3, 11, format_version=2)
 
 
+def test_a_width_of_zero_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="dim must be at least 1, got 0"):
+        TextEncoder(31, dim=0)
+
+
 def test_saving_and_loading_keep_the_output(encoder: TextEncoder, tmp_path) -> None:
     encoder.save_pretrained(tmp_path)
     ids = torch.randint(0, 31, (2, 5))

@@ -127,6 +127,10 @@ def test_text_given_to_a_network_without_text_is_refused() -> None:
     [
         ({"dim_head": 5}, "dim_head must divide .* 5 and 16"),
         ({"dim_head": 0}, "dim_head .* 0"),
+        ({"dim_head": None}, "dim_head .* None"),
+        ({"block_channels": (0, 16)}, r"block_channels must be above 0, got \[0, 16\]"),
+        ({"block_channels": (8, -16)}, "block_channels must be above 0"),
+        ({"context_dim": 0}, "context_dim must be at least 1, got 0"),
         ({"block_channels": (8, 20)}, "multiple of 8 .* 20"),
         ({"attention_levels": (2,)}, r"attention_levels must lie in 0..1.*\[2\]"),
         ({"sample_size": 17}, "sample_size must be a multiple of 2 .* 17"),

@@ -181,6 +181,15 @@ def _check_divisible(dim: int, heads: int) -> int:
     return dim // heads
 
 
+def _head_width(dim: int, heads: int, dim_head: int | None) -> int:
+    """dim_head, or an equal share of dim where it is None."""
+    if dim_head is None:
+        return _check_divisible(dim, heads)
+    if heads < 1 or dim_head < 1:
+        raise ValueError(f"heads and dim_head must be at least 1, got {heads} and {dim_head}")
+    return dim_head
+
+
 class AttentionHead(nn.Module):
     """One self-attention head with its own projections, as textbooks draw it."""
 
@@ -214,7 +223,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        dim_head = _check_divisible(dim, heads) if dim_head is None else dim_head
+        dim_head = _head_width(dim, heads, dim_head)
         context_dim = dim if context_dim is None else context_dim
         self.heads = heads
         self.dropout = dropout
@@ -250,7 +259,7 @@ class SelfAttention2d(nn.Module):
 
     def __init__(self, dim: int, heads: int = 4, dim_head: int | None = 32) -> None:
         super().__init__()
-        dim_head = _check_divisible(dim, heads) if dim_head is None else dim_head
+        dim_head = _head_width(dim, heads, dim_head)
         self.heads = heads
         self.to_qkv = nn.Conv2d(dim, 3 * heads * dim_head, 1, bias=False)
         self.to_out = nn.Conv2d(heads * dim_head, dim, 1)
@@ -272,7 +281,7 @@ class CrossAttention2d(nn.Module):
 
     def __init__(self, dim: int, context_dim: int, heads: int = 4, dim_head: int | None = 32) -> None:
         super().__init__()
-        dim_head = _check_divisible(dim, heads) if dim_head is None else dim_head
+        dim_head = _head_width(dim, heads, dim_head)
         self.heads = heads
         self.to_q = nn.Conv2d(dim, heads * dim_head, 1, bias=False)
         self.to_kv = nn.Linear(context_dim, 2 * heads * dim_head, bias=False)

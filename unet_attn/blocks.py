@@ -19,7 +19,7 @@ CHANNELS_PER_GROUP = 8  # of a group norm; Ho et al. 2020 have 4 at their first 
 
 def group_norm(channels: int) -> nn.GroupNorm:
     """The one normalisation of maps. Raises ValueError unless CHANNELS_PER_GROUP divides the channels."""
-    if channels % CHANNELS_PER_GROUP:
+    if channels < 1 or channels % CHANNELS_PER_GROUP:
         raise ValueError(f"channels must be a multiple of {CHANNELS_PER_GROUP} for the group norm, got {channels}")
     return nn.GroupNorm(channels // CHANNELS_PER_GROUP, channels)
 

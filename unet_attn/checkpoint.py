@@ -106,7 +106,9 @@ def find_checkpoint(directory: Path, resume: str) -> Path:
         if reason is None:
             return path
         warnings.warn(f"checkpoint {path} is passed over: {reason}", stacklevel=2)
-    raise CheckpointError(f"there is no complete checkpoint in {directory}: start the run without --train.resume")
+    raise CheckpointError(
+        f"there is no complete checkpoint in {directory}: remove {directory.parent} and start without --train.resume"
+    )
 
 
 def numbered(directory: Path) -> list[Path]:
@@ -155,7 +157,13 @@ def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        write(partial)
+        try:
+            write(partial)
+        except Exception as error:  # safetensors reports a full disk with an exception of its own
+            raise CheckpointError(
+                f"{folder} could not be written ({error}); what it held is intact: make room on the disk and continue "
+                "with --train.resume latest"
+            ) from error
         for entry in sorted(partial.iterdir()):
             _replace(entry, folder / entry.name)
     finally:

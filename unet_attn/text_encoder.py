@@ -40,6 +40,9 @@ class TextEncoder(ModelMixin, ConfigMixin):
     ) -> None:
         super().__init__()
         _check_format_version(format_version)
+        for key in ("vocab_size", "dim", "depth", "heads", "max_length"):
+            if self.config[key] < 1:
+                raise ValueError(f"text_encoder.{key} must be at least 1, got {self.config[key]}")
         self.embedding = TokenEmbedding(vocab_size, dim, max_length)
         self.layers = nn.ModuleList(EncoderLayer(dim, heads, 4 * dim) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)

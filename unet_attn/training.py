@@ -305,6 +305,7 @@ class Trainer:
             },
             state={
                 "seconds": self._seconds(),
+                "durations": [self.step_seconds, self.save_seconds, self.sample_seconds],
                 "ema_updates": self.ema.updates,
                 "skipped_in_row": self.skipped_in_row,
                 "scaler": None if scaler is None else scaler.state_dict(),
@@ -333,6 +334,7 @@ class Trainer:
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step = self.saved_step = state["step"]
+        self.step_seconds, self.save_seconds, self.sample_seconds = state["durations"]
         self.seconds_before, self.skipped_in_row = state["seconds"], state["skipped_in_row"]
 
     def _pipeline(self) -> TextToImagePipeline:

@@ -143,6 +143,12 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
         levels = len(self.config.block_channels)
         if not levels or self.config.layers_per_block < 1 or self.config.patch_size < 1:
             raise ValueError("unet needs at least one level in block_channels, one layer per block and patch_size 1")
+        for key in ("in_channels", "out_channels", "dim_head", "context_dim"):
+            value = self.config[key]
+            if (value is None and key != "context_dim") or (value is not None and value < 1):
+                raise ValueError(f"unet.{key} must be at least 1, got {value}")
+        if min(self.config.block_channels) < 1:
+            raise ValueError(f"unet.block_channels must be above 0, got {list(self.config.block_channels)}")
         unknown = [level for level in self.config.attention_levels if level not in range(levels)]
         if unknown:
             raise ValueError(
