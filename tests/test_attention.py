@@ -380,14 +380,11 @@ def test_heads_that_do_not_divide_the_width_are_refused(build) -> None:
         build()
 
 
-def test_no_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be at least 1, got 0 and 32"):
-        SelfAttention2d(32, 0)
-
-
 def test_dim_head_defaults_to_an_equal_share() -> None:
     assert SelfAttention2d(32, 4, None).to_qkv.out_channels == 96
     assert MultiHeadAttention(32, 4).to_q.out_features == 32
+    with pytest.raises(ValueError, match="must be at least 1, got 0 and 32"):
+        SelfAttention2d(32, 0)
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
