@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from test_training import trainer_for
 
-from unet_attn.data import CaptionedImages, DataOptions
+from unet_attn.data import CaptionedImages, DataError, DataOptions, _in_plain_words
 
 
 def pictures_in(folder: Path, count: int) -> Path:
@@ -56,3 +57,17 @@ def test_pictures_of_several_shapes_train_in_batches_of_one(tmp_path: Path) -> N
         (4, 1, 10, 6),
     }
     assert trainer_for(folder, tmp_path / "run", data=data, max_steps=8, checkpoint_every=8).run()
+
+
+class Broken(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> None:
+        raise DataError("a.png: the file is empty")
+
+
+def test_an_error_in_a_loader_process_comes_out_as_its_own_line() -> None:
+    with pytest.raises(DataError) as raised:
+        next(_in_plain_words(iter(torch.utils.data.DataLoader(Broken(), num_workers=1))))
+    assert str(raised.value) == "a.png: the file is empty"
