@@ -311,5 +311,11 @@ def test_the_inspection_is_through_the_code_of_training(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(picture), np.asarray(as_picture(image))) and caption == trained.lower()
 
 
+def test_a_resolution_that_the_network_refuses_is_told_beforehand(tmp_path: Path) -> None:
+    options = DataOptions(path=str(small(tmp_path / "in")), resolution=18)
+    found = inspect(options, channels=1, seed=0, batch_size=4, multiple_of=4, make_tokenizer=None, sheet_size=1)
+    assert found.problems == ["data.resolution must be a multiple of 4 for this U-Net, got 18"]
+
+
 def take(batch: dict[str, object]) -> tuple[object, object]:
     return batch["image"], batch["caption"]
