@@ -1,4 +1,8 @@
-"""What the prepare_*.py scripts share: a data folder that is complete or absent."""
+"""What the scripts share: a data folder that is complete or absent, and places that are refused before the work.
+
+Whether a place can be written is tried rather than asked of its permissions, which say nothing of a full or read-only
+disk, nor anything to the administrator.
+"""
 
 import json
 import os
@@ -7,6 +11,38 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def check_file(path: Path, option: str) -> None:
+    """Raise ValueError, naming the option, if no file can be written at `path`. Nothing is left there."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder: give the file's name too")
+    if path.exists() and not path.is_file():
+        return  # /dev/stdout and its like
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}")
+    _try_to_write(path.parent, f"{option} {path}")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{option} {path} may not be written")
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Raise ValueError, naming the option, if `folder` can neither be made nor written into. Nothing is left there."""
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        which = "" if nearest == folder else f" cannot be made: {nearest}"
+        raise ValueError(f"{option} {folder}{which} is a file, and must be a folder")
+    _try_to_write(nearest, f"{option} {folder}")
+
+
+def _try_to_write(folder: Path, what: str) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{what} cannot be written ({error.strerror})") from None
 
 
 def refuse_filled(out: Path) -> None:

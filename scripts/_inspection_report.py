@@ -9,11 +9,11 @@ from statistics import median
 
 from PIL import Image
 
-from unet_attn.faults import Fault, printable
+from unet_attn.faults import Fault, counted, printable
 from unet_attn.inspection import Inspection, as_picture
 
 BAR = 30  # characters of the longest bar
-LISTED = 12  # faults of a kind, groups of duplicates: in the terminal and on the page; --json has all
+LISTED = 12  # faults of a kind, groups of duplicates: in the terminal and on the page
 IN_GROUP = 8  # pictures shown of a group
 # ratio of width to height up to which a picture counts as the shape
 SHAPES = ((0.4, "narrower than 2:5"), (0.6, "about 1:2"), (0.87, "about 3:4"), (1.15, "about square"))
@@ -70,15 +70,18 @@ def caption_lines(found: Inspection) -> list[str]:
         return ["no captions are needed: a model without text" if not found.problems else "no captions"]
     longest, middle = max(captions.lengths), median(captions.lengths)
     lines = [
-        f"{captions.count} captions, {captions.distinct} of them different",
+        counted(captions.count, "caption") + f", {captions.distinct} of them different" * (captions.count > 1),
         f"tokens: median {middle:g}, longest {longest}, limit {captions.limit}, start and end included",
     ]
     if captions.cut:
-        lines.append(f"{captions.cut} captions are longer than the limit and get cut (tokenizer.max_length)")
+        cut = counted(captions.cut, "caption is longer than the limit and gets", "captions are longer than it and get")
+        lines.append(f"{cut} cut (tokenizer.max_length)")
     if captions.pictures_without:
-        lines.append(f"{captions.pictures_without} pictures have no caption: they train the empty caption")
+        one, several = "picture has no caption: it trains", "pictures have no caption: they train"
+        lines.append(f"{counted(captions.pictures_without, one, several)} the empty caption")
     if captions.pictures_with_several:
-        lines.append(f"{captions.pictures_with_several} pictures have several captions: one is drawn per visit")
+        several = counted(captions.pictures_with_several, "picture has", "pictures have")
+        lines.append(f"{several} several captions: one is drawn per visit")
     return lines
 
 
@@ -134,12 +137,11 @@ def _short_name(found: Inspection, index: int) -> str:
 
 
 def _count(groups: list[list[int]]) -> str:
-    plural = "" if len(groups) == 1 else "s"
-    return f"{len(groups)} group{plural} of {sum(map(len, groups))} pictures" if groups else "none"
+    return f"{counted(len(groups), 'group')} of {sum(map(len, groups))} pictures" if groups else "none"
 
 
 def _more(items: list) -> list[str]:
-    return [f"  and {len(items) - LISTED} more"] if len(items) > LISTED else []
+    return [f"  and {len(items) - LISTED} more: --json lists all"] if len(items) > LISTED else []
 
 
 # ---- machines

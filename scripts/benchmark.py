@@ -1,6 +1,6 @@
 """Measure this project on this machine, side by side with what it is compared to.
 
-    python scripts/benchmark.py attention | import | train | sample [--help]
+    python scripts/benchmark.py attention | import | train | data | sample [--help]
 
 Ratios of runs in one process are what carries over to another machine; milliseconds are not.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import _data_wait
 import torch
 from _attention import add_arguments
 from _measure import ProductRecorder, describe_machine, resident_mib, seconds
@@ -43,6 +44,10 @@ def main() -> int:
     train.add_argument("--batch_size", type=int, default=64)
     train.add_argument("--steps", type=int, default=20, help="timed steps, after 3 of warm-up (default 20)")
     train.set_defaults(run=benchmark_train)
+
+    data = commands.add_parser("data", help="what a training step waits for its pictures; checking them before")
+    _data_wait.add_arguments(data, config=QUICKSTART)
+    data.set_defaults(run=lambda options: _data_wait.benchmark_data(options, trainer_for, arguments_for))
 
     sample = commands.add_parser("sample", help="guided pictures per second")
     sample.add_argument("pipeline", type=Path, nargs="?", metavar="RUN", help="default: --config with random weights")

@@ -9,11 +9,14 @@ Exit codes: 0 training would start; 1 it would not, and the report says why; 2 t
 """
 
 import json
+import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import yaml
+from _folder import check_file
 from _inspection_report import as_html, as_json, as_text
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from transformers import AutoTokenizer
@@ -80,6 +83,27 @@ def tokenizer_maker(options: Namespace, config: dict[str, Any]) -> MakeTokenizer
     return lambda captions: train_tokenizer(captions, **options.tokenizer.as_dict())
 
 
+def check_places(options: Namespace, data: Path) -> None:
+    """Refuse what --html and --sheet cannot be, before the minutes that a look at many files may take."""
+    if options.html is not None:
+        check_file(options.html, "--html")
+    if options.sheet is not None:
+        check_file(options.sheet, "--sheet")
+        if options.sheet.suffix.lower() != ".png":
+            raise ValueError(f"--sheet {options.sheet}: the contact sheet is a PNG, so its name must end in .png")
+        if data.is_dir() and options.sheet.resolve().is_relative_to(data.resolve()):
+            raise ValueError(f"--sheet {options.sheet} lies in the data folder, where it would be trained on")
+
+
+def say(text: str) -> None:
+    """Print; a reader who has seen enough, as `head` has, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # what is still in the buffer would fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(arguments: list[str] | None) -> int:
     parser = make_parser()
     config: dict[str, Any] = {}
@@ -93,6 +117,7 @@ def run(arguments: list[str] | None) -> int:
     data = DataOptions(path=str(path), **options.data.as_dict())
     if data.streaming:
         raise ValueError("a streamed data set cannot be inspected whole: inspect it without data.streaming")
+    check_places(options, Path(path))
     found = inspect(
         data,
         channels=options.unet.in_channels,
@@ -102,7 +127,7 @@ def run(arguments: list[str] | None) -> int:
         make_tokenizer=tokenizer_maker(options, config),
         sheet_size=SHEET,
     )
-    print(printable(json.dumps(as_json(found), indent=1)) if options.json else as_text(found))
+    say(printable(json.dumps(as_json(found), indent=1)) if options.json else as_text(found))
     if options.html is not None:
         options.html.write_text(as_html(found), encoding="utf-8")
     if options.sheet is not None and found.sheet:
@@ -112,6 +137,8 @@ def run(arguments: list[str] | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    # of damaged EXIF data, without saying of which file; faults are told by the report
+    warnings.filterwarnings("ignore", module="PIL")
     try:
         return run(arguments)
     except (ArgumentError, ValueError, OSError) as error:

@@ -82,3 +82,65 @@ def test_a_product_is_timed_in_the_layout_it_ran_in() -> None:
     remade = next(iter(recorder.products)).arguments[0].new()
 
     assert remade.shape == x.shape and remade.stride() == x.stride()
+
+
+TINY = """
+data: {path: none, caption_dropout: 0.1}
+text_encoder: {class_path: unet_attn.text_encoder.TextEncoder, init_args: {dim: 8, depth: 1, heads: 2}}
+tokenizer: {vocab_size: 300, max_length: 8}
+unet: {in_channels: 1, block_channels: [8], layers_per_block: 1, attention_levels: [], dim_head: 4, patch_size: 8}
+scheduler: {class_path: diffusers.FlowMatchEulerDiscreteScheduler, init_args: {}}
+objective: {prediction_type: flow}
+train: {output_dir: none, optimizer: adamw, checkpoint_every: 1000}
+"""
+
+
+@pytest.mark.usefixtures("scripts_on_path")
+def test_the_wait_for_data_is_measured_in_memory_from_files_and_in_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import benchmark
+
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    small = ["--batch_size", "3", "--steps", "2", "--checked", "7"]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "data", "--config", str(tmp_path / "tiny.yaml"), *small])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    assert benchmark.main() == 0
+
+    printed = capsys.readouterr().out
+    waits = re.findall(r"  (.*): [\d.]+ % of a step is waiting for data \([\d.]+ of \d+ ms\)$", printed, re.MULTILINE)
+    assert waits == ["32 px held in memory", "128 px from PNG files, 2 workers"]
+    assert re.search(r"checking 7 PNG files of 64 px: \d+ pictures/s, \d+ per core$", printed, re.MULTILINE)
+    assert not (tmp_path / "cache").exists(), "the user's cache is left alone"
+
+
+@pytest.mark.usefixtures("scripts_on_path")
+def test_a_wait_is_a_share_of_the_whole_of_the_steps() -> None:
+    from _data_wait import TimedBatches, Waits
+
+    assert Waits([1.0, 0.0], [2.0, 3.0]).share == 0.2
+    batches = TimedBatches(iter([{"a": 1}, {"a": 2}]))
+    assert [batch["a"] for batch in batches] == [1, 2] and len(batches.seconds) == 2
+
+
+@pytest.mark.usefixtures("scripts_on_path")
+def test_a_senseless_count_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import benchmark
+
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "data", "--checked", "0"])
+
+    assert benchmark.main() == 2
+    assert capsys.readouterr().err == "error: --checked must be at least 1, got 0\n"
+
+
+@pytest.mark.usefixtures("scripts_on_path")
+def test_the_files_are_read_from_disk_although_they_would_fit_into_memory(tmp_path: Path) -> None:
+    from _data_wait import nothing_held, png_files
+
+    from unet_attn.data import CaptionedImages, DataOptions
+
+    options = DataOptions(path=str(png_files(tmp_path / "in", 3, 13)), resolution=13)
+    with nothing_held():
+        assert not CaptionedImages(options).in_memory
+    assert CaptionedImages(options).in_memory

@@ -260,3 +260,22 @@ def test_shrinking_averages_instead_of_skipping_pixels() -> None:
 def test_a_picture_one_pixel_high_is_read_in_bounded_memory(crop: str) -> None:
     square = resize_and_crop(Image.new("L", (100_000, 1), 77), 13, crop)
     assert square.size == (13, 13) and square.getextrema() == (77, 77)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "reason"),
+    [
+        ("AVIF", "damaged picture", "is damaged at its beginning"),
+        (b"\0\0\0\x20ftypavis\0\0\0\0", "damaged picture", "is damaged at its beginning"),
+        (b"\0\0\0\x20ftypheic\0\0\0\0mif1", "unsupported pixels", "is a HEIC picture, which is not read: convert"),
+        (b"\0\0\0\x20ftypmp42\0\0\0\0isom", "not a picture", "is not a picture (it begins with b"),
+    ],
+)
+def test_files_of_the_family_of_avif_are_told_apart(content: str | bytes, kind: str, reason: str) -> None:
+    if content == "AVIF":
+        whole = io.BytesIO()
+        Image.new("RGB", (31, 17), "red").save(whole, "AVIF")
+        content = whole.getvalue()[:200]
+    with pytest.raises(ImageError) as caught:
+        load_image(io.BytesIO(content))
+    assert caught.value.kind == kind and caught.value.reason.startswith(reason)

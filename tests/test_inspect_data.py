@@ -95,7 +95,7 @@ def test_with_faults_training_would_not_start_unless_they_are_skipped(
     code, found = report(capsys, str(folder), "--train.batch_size", "8")
 
     assert code == 1 and found["problems"] == [
-        f"{len(mixed.bad)} faults, and data.on_error is fail: mend them, or set it to skip"
+        f"{len(mixed.bad)} faults, and data.on_error is fail: mend them, or set data.on_error to skip"
     ]
     assert found["pictures"] == len(mixed.good)
 
@@ -280,6 +280,71 @@ def test_a_wrong_command_line_is_an_error_without_a_traceback(tmp_path: Path) ->
 
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error:") and "resolution" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts/inspect_data.py"), str(small(tmp_path / "in"))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()  # before the first line: what `head -0` does
+    assert process.stderr.read() == ""
+    assert process.wait() == 1  # that of the report: five pictures are no batch of 64
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "reason"),
+    [
+        ("--html", "none/report.html", "there is no folder"),
+        ("--html", "", "is a folder: give the file's name too"),
+        ("--html", "/proc/report.html", "cannot be written"),
+        ("--sheet", "sheet.gif", "must end in .png"),
+        ("--sheet", "in/sheet.png", "lies in the data folder, where it would be trained on"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_check(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    place: str,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(inspect_data, "inspect", lambda *_: pytest.fail("it looked at the pictures first"))
+    before = sorted(small(tmp_path / "in").parent.rglob("*"))
+
+    assert inspect_data.main([str(tmp_path / "in"), option, str(tmp_path / place)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {option} ") and reason in error and len(error.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_one_of_anything_is_told_in_the_singular(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        noise(ord(name), 17, 13).save(tmp_path / f"{name}.png")
+    (tmp_path / "a.txt").write_text("one two three four five")
+    (tmp_path / "bad.png").write_bytes(b"")
+    inspect_data.main([str(tmp_path), "--data.buckets", "true", "--tokenizer.max_length", "4"])
+    text = capsys.readouterr().out
+
+    for line in (
+        "in 1 bucket, width x height: ",
+        "1 of 2 images has no caption: it trains the empty caption",
+        "1 caption\n",
+        "1 caption is longer than the limit and gets cut",
+        "1 picture has no caption: it trains the empty caption",
+        "1 fault, and data.on_error is fail: mend it, or set data.on_error to skip",
+    ):
+        assert line in text
+    assert not re.search(r"\b1 (pictures|captions|faults|files|folders|buckets|groups)\b", text)
+
+
+def test_a_long_list_says_where_the_rest_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small(tmp_path / "in")
+    for number in range(15):
+        (tmp_path / f"in/bad{number:02d}.png").write_bytes(b"")
+    inspect_data.main([str(tmp_path / "in"), "--html", str(tmp_path / "page.html")])
+
+    assert "bad11.png: the file is empty\n  and 3 more: --json lists all" in capsys.readouterr().out
+    assert "and 3 more: --json lists all" in (tmp_path / "page.html").read_text()
 
 
 def test_the_report_is_words_and_bars_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,31 @@ def test_nested_folders_are_searched_and_hidden_files_counted(tmp_path: Path) ->
     assert "hidden or system: 3 files and 2 folders ignored" in found.notes
 
 
+def write_run(folder: Path) -> None:
+    """What a training leaves behind, as far as it tells it from pictures."""
+    put(folder, "samples/step-000500.png")
+    (folder / "logs").mkdir()
+    (folder / "config.yaml").write_text("data: {}")
+
+
+def test_a_training_run_among_the_pictures_is_left_out_and_named(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "b/c.png")
+    write_run(tmp_path / "runs/first")
+    (tmp_path / "b/config.yaml").write_text("of another tool")
+    found = find_pictures(tmp_path)
+    assert [p.relative_to(tmp_path).as_posix() for p in found.paths] == ["a.png", "b/c.png"]
+    assert f"1 training run ignored, with all pictures in it: {tmp_path / 'runs/first'}" in found.notes
+
+
+def test_the_folder_of_a_training_run_is_no_data(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "run/model_index.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is that of a training run .*: give the folder of the pictures"):
+        find_pictures(tmp_path / "run")
+    with pytest.raises(DataError, match=r"0 pictures among 0 files .*; 1 training run ignored"):
+        find_pictures(tmp_path)
+
+
 def test_a_byte_order_mark_and_line_breaks_are_no_part_of_a_caption(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "b.png")
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa cat's\r\nhat \r\n")
@@ -174,7 +199,7 @@ def test_each_flaw_of_a_metadata_file_is_reported_with_its_line(tmp_path: Path) 
     assert len(reasons(found)) == len(expected)
     for reason, pattern in zip(reasons(found), expected, strict=True):
         assert re.match(f"metadata.jsonl: {pattern}", reason)
-    assert any("1 blank lines ignored, the first is line 3" in note for note in found.notes)
+    assert any("1 blank line ignored, the first is line 3" in note for note in found.notes)
 
 
 def test_a_misnamed_metadata_file_is_pointed_out(tmp_path: Path) -> None:
@@ -226,6 +251,9 @@ def test_parquet_metadata_is_read_and_its_flaws_named(tmp_path: Path) -> None:
     assert captions(found, tmp_path) == {"a.png": ["one", "two"], "c.png": [], "sub/b.png": ["three"]}
     assert found.kind == "metadata.parquet"
     assert reasons(found) == ["metadata.parquet: row 3: no file gone.png (paths are relative to metadata.parquet)"]
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a.png"])] * 3, names=["file_name", "text", "text"])
+    parquet.write_table(twice, tmp_path / "metadata.parquet")
+    assert reasons(find_pictures(tmp_path)) == ["metadata.parquet: column text stands 2 times: which one is meant?"]
     parquet.write_table(pyarrow.table({"name": ["a.png"]}), tmp_path / "metadata.parquet")
     assert reasons(find_pictures(tmp_path)) == ["metadata.parquet: has no column file_name, only name"]
     (tmp_path / "metadata.parquet").write_bytes(b"PAR1 and no more")
@@ -294,8 +322,55 @@ def test_class_folders_give_their_names_as_captions(tmp_path: Path) -> None:
     assert template == [["a photo of a polar bear"], ["a photo of a polar bear"], ["a photo of a sea lion"]]
 
 
-def test_one_folder_or_pictures_at_the_top_are_no_classes(tmp_path: Path) -> None:
+def test_one_folder_is_no_class(tmp_path: Path) -> None:
     put(tmp_path, "only/1.png", "only/2.png")
     assert find_pictures(tmp_path).captions == [[], []]
-    put(tmp_path, "top.png", "other/3.png")
-    assert not any(find_pictures(tmp_path).captions)
+
+
+def test_a_loose_picture_beside_class_folders_is_named_and_costs_the_others_no_caption(tmp_path: Path) -> None:
+    put(tmp_path, "cat/1.png", "cat/2.png", "cover.png", "dog/1.png")
+    found = find_pictures(tmp_path)
+    assert found.captions == [["cat"], ["cat"], [], ["dog"]]
+    assert found.kind == "the names of 2 folders (cat, dog)"
+    assert found.notes == [
+        "1 picture lies beside the class folders, without a caption (cover.png): "
+        "a picture gets one in a folder whose name is its caption"
+    ]
+
+
+def test_where_half_of_the_pictures_are_loose_folder_names_are_no_captions_and_it_is_said(tmp_path: Path) -> None:
+    put(tmp_path, "new/1.png", "old/1.png", *(f"{number}.png" for number in range(7)))
+    found = find_pictures(tmp_path)
+    assert not any(found.captions) and found.kind == "none"
+    beside = "7 pictures lie beside them (0.png, 1.png, 2.png, 3.png, 4.png, ...)"
+    assert found.notes == [f"the names of 2 folders (new, old) are no captions, as {beside}"]
+
+
+def test_a_caption_file_in_class_folders_is_said_to_end_them(tmp_path: Path) -> None:
+    put(tmp_path, "cat/1.png", "cat/2.png", "dog/1.png")
+    (tmp_path / "cat/1.txt").write_text("a tabby")
+    found = find_pictures(tmp_path)
+    assert found.captions == [["a tabby"], [], []]
+    assert any("names of 2 folders (cat, dog) are not used: they are captions only where" in n for n in found.notes)
+
+
+def test_what_cameras_keep_beside_a_picture_is_no_caption(tmp_path: Path) -> None:
+    put(tmp_path, "cat/1.jpg", "dog/1.jpg")
+    for name in ("cat/1.MOV", "cat/1.AAE", "dog/1.xmp", "dog/1.npz"):
+        (tmp_path / name).write_bytes(b"x")
+    found = find_pictures(tmp_path)
+    assert found.captions == [["cat"], ["dog"]] and found.notes == []
+
+
+def test_a_column_that_stands_twice_is_a_fault(tmp_path: Path) -> None:
+    put(tmp_path, "a.png")
+    table = tmp_path / "metadata.csv"
+    table.write_text("file_name,text,text\na.png,one,two\n")
+    assert reasons(find_pictures(tmp_path)) == [
+        "metadata.csv: column text stands 2 times in its first line: which one is meant?"
+    ]
+    table.write_text("file_name,note,note,text\na.png,x,y,one\n")  # nobody asks for these
+    assert find_pictures(tmp_path).captions == [["one"]]
+    table.unlink()
+    jsonl(tmp_path, '{"file_name": "a.png", "text": "one", "text": "two"}')
+    assert reasons(find_pictures(tmp_path)) == ["metadata.jsonl: line 1: broken JSON (text stands 2 times)"]

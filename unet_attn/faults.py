@@ -24,6 +24,11 @@ class Fault(NamedTuple):
         return printable(f"{shown(self.path)}: {self.reason}")
 
 
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """A number with the words that go with it: counted(1, "picture"), counted(2, "picture is", "pictures are")."""
+    return f"{number} {one}" if number == 1 else f"{number} {several or one + 's'}"
+
+
 def printable(text: str) -> str:
     """The text without what a terminal or a file cannot hold: odd bytes and control characters become escapes."""
     text = text.encode("utf-8", "backslashreplace").decode()

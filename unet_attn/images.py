@@ -26,6 +26,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000"
     ("AVIF",) if features.check("avif") else ()
 )
 SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")  # of the common ones
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1")  # phones' pictures, often named .jpg
 # EXIF orientation (tag 0x0112) -> what makes the picture upright; 1 and anything unknown is upright already.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -108,9 +109,7 @@ def _decode(file: BinaryIO, channels: int, colour: tuple[int, int, int], max_pix
         try:
             image = Image.open(file, formats=FORMATS)
         except UnidentifiedImageError:
-            if head.startswith(SIGNATURES):
-                raise _Unusable("is damaged at its beginning", DAMAGED) from None
-            raise _Unusable(f"is not a picture (it begins with {head[:16]!r})", NO_PICTURE) from None
+            raise _unknown(head) from None
         if image.width * image.height > limit:
             raise _Unusable(f"has {image.width} x {image.height} pixels, more than max_pixels {limit}", TOO_LARGE)
         image.load()  # raises on a truncated file: LOAD_TRUNCATED_IMAGES, which trains on grey smear, is never set here
@@ -118,6 +117,16 @@ def _decode(file: BinaryIO, channels: int, colour: tuple[int, int, int], max_pix
             _check_jpeg_end(file)
     image = _flatten(image, colour)
     return image.convert("L" if channels == 1 else "RGB")
+
+
+def _unknown(head: bytes) -> _Unusable:
+    """What to say of a file that no decoder took, by its first bytes."""
+    brands = head[8:] if head[4:8] == b"ftyp" else b""  # ISO/IEC 14496-12: the family of AVIF, HEIC and videos
+    if head.startswith(SIGNATURES) or b"avif" in brands or b"avis" in brands:
+        return _Unusable("is damaged at its beginning", DAMAGED)
+    if any(brand in brands for brand in HEIC_BRANDS):
+        return _Unusable("is a HEIC picture, which is not read: convert it to JPEG or PNG", UNSUPPORTED)
+    return _Unusable(f"is not a picture (it begins with {head[:16]!r})", NO_PICTURE)
 
 
 def _check_jpeg_end(file: BinaryIO) -> None:
@@ -191,7 +200,9 @@ def _reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror, UNREADABLE
     text = str(error) or type(error).__name__
-    return (text if isinstance(error, OSError) else f"cannot be decoded ({type(error).__name__}: {text})"), DAMAGED
+    if not isinstance(error, OSError | SyntaxError):  # the two that Pillow means damaged files by
+        text = f"cannot be decoded ({type(error).__name__}: {text})"
+    return text, DAMAGED
 
 
 # ---- from a decoded picture to what the network sees

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from unet_attn.data import CaptionedImages, DataError, DataOptions
-from unet_attn.faults import Fault, one_line
+from unet_attn.faults import Fault, counted, one_line
 
 THUMB = 16  # side of the pictures that are compared
 SAME = 0.995  # correlation of thumbs from which two pictures are near duplicates; a JPEG of a PNG has more
@@ -90,7 +90,8 @@ def inspect(
             f"data.resolution must be a multiple of {multiple_of} for this U-Net, got {options.resolution}"
         )
     if images.faults and options.on_error == "fail":
-        found.problems.append(f"{len(images.faults)} faults, and data.on_error is fail: mend them, or set it to skip")
+        faults, them = counted(len(images.faults), "fault"), "it" if len(images.faults) == 1 else "them"
+        found.problems.append(f"{faults}, and data.on_error is fail: mend {them}, or set data.on_error to skip")
     try:
         images.check_batch_size(batch_size)
     except DataError as error:

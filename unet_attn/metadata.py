@@ -9,10 +9,10 @@ import io
 import json
 import os
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from unet_attn.faults import METADATA, DataError, Fault, one_line, read_text, shown, why
+from unet_attn.faults import METADATA, DataError, Fault, counted, one_line, read_text, shown, why
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 MAX_METADATA_BYTES = 1 << 30  # of a text table, which is read whole
@@ -69,20 +69,22 @@ def _rows(table: Path, faults: list[Fault], notes: list[str], text_column: str) 
     except (ValueError, OSError) as error:
         faults.append(Fault(table, why(error), METADATA))
         return
-    read = _csv_rows(table, text, faults) if table.suffix.lower() == ".csv" else _json_rows(table, text, faults, notes)
-    yield from read
+    if table.suffix.lower() == ".csv":
+        yield from _csv_rows(table, text, faults, text_column)
+    else:
+        yield from _json_rows(table, text, faults, notes)
 
 
 def _json_rows(table: Path, text: str, faults: list[Fault], notes: list[str]) -> Iterator[Row]:
     lines = text.rstrip().split("\n")  # nothing else ends a row: JSON strings may hold other line separators
     blank = [number for number, content in enumerate(lines, start=1) if not content.strip()]
     if blank:
-        notes.append(f"{shown(table)}: {len(blank)} blank lines ignored, the first is line {blank[0]}")
+        notes.append(f"{shown(table)}: {counted(len(blank), 'blank line')} ignored, the first is line {blank[0]}")
     for line, content in enumerate(lines, start=1):
         if not content.strip():
             continue
         try:
-            row = json.loads(content)
+            row = json.loads(content, object_pairs_hook=_row)
         except RecursionError:
             faults.append(Fault(table, f"line {line}: broken JSON (nested too deep)", METADATA))
             continue
@@ -95,14 +97,31 @@ def _json_rows(table: Path, text: str, faults: list[Fault], notes: list[str]) ->
             faults.append(Fault(table, f'line {line}: expected {{"file_name": ..., "text": ...}}', METADATA))
 
 
-def _csv_rows(table: Path, text: str, faults: list[Fault]) -> Iterator[Row]:
+def _row(cells: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Raises ValueError for a name that stands twice, of which json alone would keep the last."""
+    row = dict(cells)
+    if len(row) < len(cells):
+        raise ValueError(_twice([name for name, _ in cells]))
+    return row
+
+
+def _twice(columns: Sequence[str]) -> str:
+    """Says which of the columns stands more than once, and is empty if none does."""
+    several = [name for name in dict.fromkeys(columns) if columns.count(name) > 1]
+    return f"{several[0]} stands {columns.count(several[0])} times" if several else ""
+
+
+def _csv_rows(table: Path, text: str, faults: list[Fault], text_column: str) -> Iterator[Row]:
     # strict: a quote that is never closed is an error, where it would swallow the rows that follow
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        columns = reader.fieldnames or []
+        columns = list(reader.fieldnames or [])
         if "file_name" not in columns:
             first = ",".join(columns)[:80]
             faults.append(Fault(table, f"has no column file_name; its first line is {first!r}", METADATA))
+            return
+        if twice := _twice([name for name in columns if name in ("file_name", text_column)]):
+            faults.append(Fault(table, f"column {twice} in its first line: which one is meant?", METADATA))
             return
         for row in reader:
             line = reader.line_num
@@ -128,6 +147,9 @@ def _parquet_rows(table: Path, faults: list[Fault], text_column: str) -> Iterato
             if "file_name" not in columns:
                 has = ", ".join(file.schema_arrow.names)[:80]
                 faults.append(Fault(table, f"has no column file_name, only {has}", METADATA))
+                return
+            if twice := _twice(columns):
+                faults.append(Fault(table, f"column {twice}: which one is meant?", METADATA))
                 return
             for batch in file.iter_batches(batch_size=4096, columns=columns):
                 for row in batch.to_pylist():

@@ -2,8 +2,8 @@
 
 Three ways to keep captions are told apart by looking: a table `metadata.jsonl`, `.csv` or `.parquet` (see
 unet_attn.metadata), a text file beside each picture (`dog.jpg`, `dog.txt`), and one sub-folder per class. A row of a
-table goes before a text file. Everything here only reads; a fault is collected, never raised, so that one look at a
-folder tells everything that is wrong with it.
+table goes before a text file; folder names are captions only where there are neither. Everything here only reads; a
+fault is collected, never raised, so that one look at a folder tells everything that is wrong with it.
 """
 
 import os
@@ -12,7 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from unet_attn.faults import CAPTION, FOLDER, MAX_CAPTION_BYTES, DataError, Fault, one_line, read_text, shown, why
+from unet_attn.faults import (
+    CAPTION,
+    FOLDER,
+    MAX_CAPTION_BYTES,
+    DataError,
+    Fault,
+    counted,
+    one_line,
+    read_text,
+    shown,
+    why,
+)
 from unet_attn.metadata import METADATA_NAMES, composed, metadata_captions
 
 IMAGE_EXTENSIONS = (
@@ -20,7 +31,11 @@ IMAGE_EXTENSIONS = (
 )
 # Pictures that a person would miss, in formats that Pillow alone does not read.
 OTHER_PICTURES = frozenset(".heic .heif .svg .psd .raw .dng .cr2 .cr3 .nef .arw .jxl .tga .ico .eps .pdf".split())
+# What cameras and other trainers keep beside a picture, under its name; no text.
+COMPANIONS = frozenset(".mov .mp4 .m4v .avi .3gp .webm .wav .mp3 .aae .xmp .thm .npy .npz .pt .safetensors".split())
 SYSTEM_NAMES = frozenset({"thumbs.db", "desktop.ini", "__macosx", "@eadir", "$recycle.bin"})
+RUN_CONFIG, PIPELINE_INDEX = "config.yaml", "model_index.json"  # at the root of what training leaves behind
+LISTED = 5  # names in a remark
 
 
 class Found(NamedTuple):
@@ -43,7 +58,7 @@ def find_pictures(
     `caption_extension` may come with or without its dot. A caption file has the picture's name up to the last dot,
     letter case included; extensions match in any case ("a.JPG" has "a.txt" or "a.TXT"). `class_template` makes a
     caption of a class folder's name, `text_column` is the captions' column in tables.
-    Raises DataError if there is no such folder or no picture in it.
+    Raises DataError if there is no such folder, if it is that of a training run, or if there is no picture in it.
     """
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
@@ -52,10 +67,7 @@ def find_pictures(
     faults: list[Fault] = []
     files, ignored = walk(folder, faults)
     paths = [path for path in files if path.suffix.lower() in IMAGE_EXTENSIONS]
-    if not paths:
-        unread = _unread_pictures(files)
-        reason = f"; {unread}" if unread else ""
-        raise DataError(f"data folder {shown(folder)} holds 0 pictures among {len(files)} files ({accepted()}){reason}")
+    _refuse_folder(folder, files, paths, ignored)
 
     suffix = "." + caption_extension.lstrip(".").lower()
     tables = [path for path in files if path.name.lower() in METADATA_NAMES]
@@ -64,46 +76,73 @@ def find_pictures(
     beside, bad = _sidecar_captions([path for path in paths if path not in rows], files, suffix, faults)
     captions = [rows.get(path) or beside.get(path) or [] for path in paths]
     kind = _kind(tables, suffix, rows, beside)
-    notes += _notes(files, paths, captions, suffix)
-    if ignored:
-        notes.append(ignored)
-    if not tables and not beside and not bad and not _other_suffixes(files, paths, suffix):
-        classes, class_kind = _class_captions(folder, paths, class_template)
-        if classes:
-            captions, kind = classes, class_kind
+    notes += [*_notes(files, paths, captions, suffix), *ignored]
+    if classes := _class_folders(folder, paths):
+        if not tables and not beside and not bad and not _other_suffixes(files, paths, suffix):
+            captions, kind, remarks = _class_captions(folder, paths, classes, class_template)
+            notes += remarks
+        elif 2 * sum(map(bool, captions)) < len(paths):
+            unused = f"the names of {_listed(classes)} are not used"
+            notes.append(f"{unused}: they are captions only where nothing else looks like one")
     if bad:  # a picture whose caption cannot be read goes with it
         kept = [i for i, path in enumerate(paths) if path not in bad]
         paths, captions = [paths[i] for i in kept], [captions[i] for i in kept]
     return Found(paths, paths, captions, kind, faults, notes)
 
 
+def _refuse_folder(folder: Path, files: list[Path], paths: list[Path], ignored: list[str]) -> None:
+    """Raise DataError for the folder of a training run, and for one without pictures."""
+    if {folder / RUN_CONFIG, folder / PIPELINE_INDEX} <= set(files):
+        raise DataError(
+            f"data folder {shown(folder)} is that of a training run (it has {RUN_CONFIG} and {PIPELINE_INDEX}): "
+            "give the folder of the pictures to train on"
+        )
+    if not paths:
+        among = counted(len(files), "file")
+        reasons = "".join(f"; {remark}" for remark in [_unread_pictures(files), *ignored] if remark)
+        raise DataError(f"data folder {shown(folder)} holds 0 pictures among {among} ({accepted()}){reasons}")
+
+
 def accepted() -> str:
     return "accepted: " + " ".join(IMAGE_EXTENSIONS) + ", in any folder below, any letter case"
 
 
-def walk(folder: Path, faults: list[Fault]) -> tuple[list[Path], str]:
-    """All files below `folder`, sorted, without hidden and system files; and a remark on how many of those were."""
+def walk(folder: Path, faults: list[Fault]) -> tuple[list[Path], list[str]]:
+    """All files below `folder`, sorted, without hidden and system files and training runs; and remarks on those."""
 
     def unlisted(error: OSError) -> None:
         faults.append(Fault(Path(error.filename or folder), f"cannot be listed ({error.strerror})", FOLDER))
 
-    files, hidden, hidden_folders, visited = [], 0, 0, set()
+    files, runs, hidden, hidden_folders, visited = [], [], 0, 0, set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=unlisted):
         real = os.path.realpath(parent)
         if real in visited:  # a link that leads back up
             folders.clear()
             continue
         visited.add(real)
+        if Path(parent) != folder and _is_run(folders, names):
+            runs.append(Path(parent))
+            folders.clear()
+            continue
         hidden_folders += sum(map(_is_hidden, folders))
         folders[:] = sorted(name for name in folders if not _is_hidden(name))
         hidden += sum(map(_is_hidden, names))
         files += [Path(parent, name) for name in names if not _is_hidden(name)]
-    counts = [f"{hidden} files"] * bool(hidden) + [f"{hidden_folders} folders"] * bool(hidden_folders)
-    return sorted(files), f"hidden or system: {' and '.join(counts)} ignored" if counts else ""
+    counts = [counted(hidden, "file")] * bool(hidden) + [counted(hidden_folders, "folder")] * bool(hidden_folders)
+    remarks = [f"hidden or system: {' and '.join(counts)} ignored"] if counts else []
+    if runs:
+        listed = ", ".join(shown(run) for run in sorted(runs)[:LISTED]) + ", ..." * (len(runs) > LISTED)
+        remarks.append(f"{counted(len(runs), 'training run')} ignored, with all pictures in it: {listed}")
+    return sorted(files), remarks
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name.lower() in SYSTEM_NAMES
+
+
+def _is_run(folders: list[str], names: list[str]) -> bool:
+    """Whether a folder with these entries is that of a training run, whose pictures are no data."""
+    return RUN_CONFIG in names and (PIPELINE_INDEX in names or bool({"checkpoints", "logs"} & set(folders)))
 
 
 # ---- a text file beside each picture
@@ -138,18 +177,37 @@ def _sidecar_captions(
 # ---- class folders, and the remarks of the summary
 
 
-def _class_captions(folder: Path, paths: list[Path], template: str) -> tuple[list[list[str]], str]:
-    """The captions from the names of the folders that the pictures lie in, and what to call that.
+def _class_folders(folder: Path, paths: list[Path]) -> dict[Path, str]:
+    """The sub-folders that pictures lie in, with their names in words; none unless there are two or more."""
+    parents = sorted({path.parent for path in paths} - {folder})
+    return {parent: _words(parent.name) for parent in parents} if len(parents) > 1 else {}
 
-    Both are empty unless all pictures lie in two or more sub-folders.
+
+def _class_captions(
+    folder: Path, paths: list[Path], classes: dict[Path, str], template: str
+) -> tuple[list[list[str]], str, list[str]]:
+    """The captions from the names of the class folders, what to call that, and remarks.
+
+    Pictures beside the folders have none; where they are half of all or more, folder names mean something else.
     """
-    parents = sorted({path.parent for path in paths})
-    if len(parents) < 2 or folder in parents:
-        return [], ""
-    names = {parent: _words(parent.name) for parent in parents}
-    several = ", ".join(list(dict.fromkeys(names.values()))[:5]) + (", ..." if len(parents) > 5 else "")
-    captions = [[template.replace("{}", names[path.parent])] if names[path.parent] else [] for path in paths]
-    return captions, f"the names of {len(parents)} folders ({several})"
+    loose = [path for path in paths if path.parent == folder]
+    names = ", ".join(shown(Path(path.name)) for path in loose[:LISTED]) + ", ..." * (len(loose) > LISTED)
+    lie = counted(len(loose), "picture lies", "pictures lie")
+    if 2 * len(loose) >= len(paths):
+        note = f"the names of {_listed(classes)} are no captions, as {lie} beside them ({names})"
+        return [[] for _ in paths], "none", [note]
+    notes = []
+    if loose:
+        way_out = "a picture gets one in a folder whose name is its caption"
+        notes.append(f"{lie} beside the class folders, without a caption ({names}): {way_out}")
+    words = [classes.get(path.parent, "") for path in paths]
+    captions = [[template.replace("{}", name)] if name else [] for name in words]
+    return captions, f"the names of {_listed(classes)}", notes
+
+
+def _listed(classes: dict[Path, str]) -> str:
+    names = list(dict.fromkeys(classes.values()))
+    return f"{len(classes)} folders ({', '.join(names[:LISTED])}{', ...' if len(classes) > LISTED else ''})"
 
 
 def _words(name: str) -> str:
@@ -166,9 +224,8 @@ def _other_suffixes(files: list[Path], paths: list[Path], suffix: str) -> Counte
     """Extensions of files that have a picture's name but are no captions: perhaps they should be."""
     stems = {path.with_suffix("") for path in paths}
     found = Counter(path.suffix for path in files if path.with_suffix("") in stems)
-    return Counter(
-        {s: n for s, n in found.items() if s and s.lower() not in {*IMAGE_EXTENSIONS, *OTHER_PICTURES, suffix}}
-    )
+    known = {*IMAGE_EXTENSIONS, *OTHER_PICTURES, *COMPANIONS, suffix, ""}
+    return Counter({other: count for other, count in found.items() if other.lower() not in known})
 
 
 def _unread_pictures(files: list[Path]) -> str:
@@ -187,5 +244,6 @@ def _notes(files: list[Path], paths: list[Path], captions: list[list[str]], suff
                 f"{shown(misnamed[0])} is not read: a table of captions is called {' or '.join(METADATA_NAMES)}"
             )
         for other, count in _other_suffixes(files, paths, suffix).most_common(1):
-            notes.append(f"{count} files {other} have pictures' names: captions? Then set caption_extension to {other}")
+            have = counted(count, f"file {other} has a picture's name", f"files {other} have pictures' names")
+            notes.append(f"{have}: captions? Then set caption_extension to {other}")
     return [note for note in notes if note]
