@@ -3,9 +3,10 @@
 Each check raises a ValueError of one line that names the argument, what was expected and what came.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 PIL_MODES = {1: "L", 3: "RGB"}
 
 
-def check_prompts(prompt: str | list[str] | None, *, has_text: bool) -> list[str]:
-    """The prompts as a list; of a model without text, one empty prompt."""
+def check_prompts(prompt: str | Sequence[str] | None, *, has_text: bool) -> list[str]:
+    """The prompts, one or a list or tuple of them, as a list; of a model without text, one empty prompt."""
     if not has_text:
         if prompt is not None:
             raise ValueError("this model was trained without text: call it with prompt=None")
@@ -26,48 +27,58 @@ def check_prompts(prompt: str | list[str] | None, *, has_text: bool) -> list[str
     if prompt is None:
         raise ValueError("this model needs a prompt; the empty caption is prompt=''")
     prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(prompts, list) or not prompts:
+    if not isinstance(prompts, list | tuple) or not prompts:
         raise ValueError(f"prompt must be a string or a non-empty list of strings, got {_describe(prompt)}")
     for text in prompts:
         if not isinstance(text, str):
             raise ValueError(f"prompt must be a string or a list of strings, got a list with {_describe(text)}")
-    return prompts
+        _check_text("prompt", text)
+    return list(prompts)
 
 
-def check_negative_prompts(negative_prompt: str | list[str] | None, *, prompts: int, has_text: bool) -> list[str]:
+def check_negative_prompts(negative_prompt: str | Sequence[str] | None, *, prompts: int, has_text: bool) -> list[str]:
     """One negative prompt for each of the prompts: a single one is for all, None is the empty caption."""
     if negative_prompt is None:
         return [""] * prompts
     if not has_text:
         raise ValueError("this model was trained without text: it takes no negative_prompt")
     if isinstance(negative_prompt, str):
-        return [negative_prompt] * prompts
-    if not isinstance(negative_prompt, list) or not all(isinstance(text, str) for text in negative_prompt):
+        negative_prompt = [negative_prompt] * prompts
+    if not isinstance(negative_prompt, list | tuple) or not all(isinstance(text, str) for text in negative_prompt):
         raise ValueError(f"negative_prompt must be a string or a list of strings, got {_describe(negative_prompt)}")
     if len(negative_prompt) != prompts:
         raise ValueError(
             f"there are {len(negative_prompt)} negative prompts for {prompts} prompts: give one, or one each"
         )
-    return negative_prompt
+    for text in negative_prompt:
+        _check_text("negative_prompt", text)
+    return list(negative_prompt)
+
+
+def _check_text(name: str, text: str) -> None:
+    """Refuse halves of characters, which bytes that are no UTF-8 become on a command line: no tokenizer takes them."""
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{name} has half a character (a lone surrogate), so it is no text: {_describe(text)}")
 
 
 def check_count(name: str, value: int) -> int:
-    """A whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """A whole number of at least 1, numpy's own included."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return value
+    return int(value)
 
 
 def check_number(name: str, value: float) -> float:
-    """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    """A finite number, numpy's own included."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
 
 def check_steps(steps: int, trained_steps: int) -> int:
     """A number of inference steps that the schedule holds."""
-    if check_count("num_inference_steps", steps) > trained_steps:
+    steps = check_count("num_inference_steps", steps)
+    if steps > trained_steps:
         raise ValueError(f"num_inference_steps must be at most {trained_steps}, the number trained with, got {steps}")
     return steps
 
@@ -75,11 +86,11 @@ def check_steps(steps: int, trained_steps: int) -> int:
 def check_size(height: int, width: int, factor: int) -> tuple[int, int]:
     """Sides in pixels that the U-Net can work at; another size is refused, never rounded."""
     for name, side in (("height", height), ("width", width)):
-        if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % factor:
+        if isinstance(side, bool) or not isinstance(side, Integral) or side < 1 or side % factor:
             raise ValueError(
                 f"{name} must be a positive multiple of {factor} (the U-Net's downsample_factor), got {side!r}"
             )
-    return height, width
+    return int(height), int(width)
 
 
 def check_latents(latents: Tensor, height: int | None, width: int | None) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Pictures that a caller gives to a pipeline, as the network sees them, and how they are noised."""
 
 from io import BytesIO
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def first_step(scheduler: SchedulerMixin, strength: float, steps: int) -> int:
     """
     if not hasattr(scheduler, "add_noise") and not hasattr(scheduler, "scale_noise"):
         raise ValueError(f"{type(scheduler).__name__} does not sample, it inverts: use another scheduler")
-    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 < strength <= 1:
+    if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 < strength <= 1:
         raise ValueError(f"strength must lie above 0 and at most at 1, got {strength!r}")
     done = max(1, round(steps * strength))
     if done == steps:

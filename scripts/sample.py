@@ -7,19 +7,28 @@ and, with prompt, steps, scheduler, guidance and size, in its PNG metadata: each
 
     python scripts/sample.py RUN --like pictures/00007-a-heart.png --out again
 
+A picture never takes the place of another: where one of the same name was made otherwise, the new one's name ends in
+-2. Only grid.png, which shows the pictures of one call side by side, is of the last call.
+
 With --best_of K --judge JUDGE, K candidates with seeds in a row are made for each picture, and the one that the judge
 (scripts/train_judge.py) finds to fit the prompt best is written.
 """
 
 import argparse
+import os
 import re
 import sys
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, NoReturn
+
+from _folder import check_folder
 
 DEFAULT_STEPS = 25
 DEFAULT_GUIDANCE = 3.0
 WIDEST_GRID = 8  # pictures in a row
+ROUNDING = 4  # of 255: what the same picture may differ by, made in another batch or on another machine
+GRID_KEY = "pictures"  # marks a grid in its metadata, and names its pictures
 # what a PNG says, by the names of the options; prompts are missing where the model has no text
 LIKE = {
     "prompt": str,
@@ -119,6 +128,7 @@ def sample(options: argparse.Namespace) -> None:
     if not options.run.is_dir():
         raise FileNotFoundError(f"{options.run} is no folder")
     requests = picture_requests(options)
+    check_folder(options.out, "--out")
     # imported here, so that --help and a wrong command line answer at once: diffusers takes seconds
     import torch
 
@@ -139,7 +149,7 @@ def sample(options: argparse.Namespace) -> None:
         "dtype": str(pipeline.unet.dtype).removeprefix("torch."),
     }
 
-    images, captions = [], []
+    images, captions, written = [], [], []
     # the candidates for one picture stay together
     batch_size = max(1, options.batch_size // options.best_of) * options.best_of
     for start in range(0, len(requests), batch_size):
@@ -161,16 +171,21 @@ def sample(options: argparse.Namespace) -> None:
         chosen = range(len(batch)) if judge is None else best_of_each(judge, output.images, batch, options.best_of)
         for number in chosen:
             request, image = batch[number], output.images[number]
-            path = write_picture(image, request, settings, options.out)
+            about = told_of(image, request, settings)
+            written.append(write_picture(image, options.out / name_of(request), about))
             if options.attention:
                 sheet = attention_sheet(image, *output.attention[number], request.prompt, WIDEST_GRID)
-                sheet.save(path.with_name(f"{path.stem}-attention.png"))
+                path = written[-1].with_name(f"{written[-1].stem}-attention.png")
+                write_picture(sheet, path, about | {"attention_of": written[-1].name})
             images.append(image)
             captions.append(request.prompt or f"seed {request.seed}")
 
     columns = options.num_images if 1 < options.num_images <= WIDEST_GRID else WIDEST_GRID
-    picture_grid(images, captions, columns).save(options.out / "grid.png")
-    print(f"wrote {len(images)} picture{'s' if len(images) > 1 else ''} and grid.png to {options.out}")
+    renamed = [path.name for path in written if path.name not in {name_of(request) for request in requests}]
+    if renamed:
+        print(f"note: {len(renamed)} got other names, as other pictures had theirs: {renamed[0]}, ...", file=sys.stderr)
+    grid = write_grid(picture_grid(images, captions, columns), options.out / "grid.png", written)
+    print(f"wrote {len(images)} picture{'s' if len(images) > 1 else ''} and {grid.name} to {options.out}")
 
 
 def picture_requests(options: argparse.Namespace) -> list[Request]:
@@ -182,6 +197,10 @@ def picture_requests(options: argparse.Namespace) -> list[Request]:
         raise ValueError("--best_of and --judge go together: how many candidates, and who chooses among them")
     if options.judge is not None and not options.prompt:
         raise ValueError("--best_of needs --prompt: the judge chooses the picture that fits it best")
+    for name in ("prompt", "negative_prompt"):
+        for text in getattr(options, name) or []:
+            if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise ValueError(f"--{name} {text!r} is not UTF-8 text")
     prompts = options.prompt or [None]
     negatives = options.negative_prompt or [None]
     if len(negatives) not in (1, len(prompts)):
@@ -225,8 +244,8 @@ def chosen_device(name: str | None) -> "torch.device":  # noqa: F821  torch is i
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).cpu()  # "meta" has no numbers to give back
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
 
@@ -235,7 +254,7 @@ def chosen_scheduler(name: str, pipeline: "TextToImagePipeline") -> "SchedulerMi
     """A scheduler of another class, made from the run's own."""
     import diffusers
 
-    from unet_attn.objective import sampling_schedulers, scheduler_from_config
+    from unet_attn.schedulers import sampling_schedulers, scheduler_from_config
 
     kind = pipeline.config.prediction_type
     good = sampling_schedulers(kind)
@@ -254,11 +273,13 @@ def chosen_steps(asked: int | None, trained: int) -> int:
     return min(DEFAULT_STEPS, trained)
 
 
-def write_picture(image: "Image.Image", request: Request, settings: dict[str, object], folder: Path) -> Path:  # noqa: F821
-    """Write a PNG that says how it was made, and return its path."""
-    from PIL.PngImagePlugin import PngInfo
+def name_of(request: Request) -> str:
+    words = re.sub(r"\W+", "-", request.prompt or "").strip("-").lower()[:40]
+    return f"{request.seed:05d}-{words}.png" if words else f"{request.seed:05d}.png"
 
-    info = PngInfo()
+
+def told_of(image: "Image.Image", request: Request, settings: dict[str, object]) -> dict[str, str]:  # noqa: F821
+    """What a picture's metadata say of how it was made: all that --like needs."""
     prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
     about = {
         "seed": request.seed,
@@ -267,12 +288,58 @@ def write_picture(image: "Image.Image", request: Request, settings: dict[str, ob
         "height": image.height,
         "width": image.width,
     }
-    for key, value in about.items():
-        info.add_text(key, str(value))
-    words = re.sub(r"\W+", "-", request.prompt or "").strip("-").lower()[:40]
-    path = folder / (f"{request.seed:05d}-{words}.png" if words else f"{request.seed:05d}.png")
-    image.save(path, pnginfo=info)
-    return path
+    return {name: str(value) for name, value in about.items()}
+
+
+def write_picture(image: "Image.Image", path: Path, about: dict[str, str]) -> Path:  # noqa: F821
+    """Write a PNG with these metadata and return its path, which ends in -2, -3, ... where other pictures lie."""
+    for number in count(1):
+        free = path if number == 1 else path.with_name(f"{path.stem}-{number}.png")
+        if not os.path.lexists(free) or is_same(free, image, about):
+            break
+    image.save(free, pnginfo=png_info(about))
+    return free
+
+
+def is_same(path: Path, image: "Image.Image", about: dict[str, str]) -> bool:  # noqa: F821
+    """Whether a file holds this picture, made in this way; another run's would have the same metadata."""
+    import numpy as np
+    from PIL import Image
+
+    try:
+        with Image.open(path) as there:
+            if getattr(there, "text", None) != about or (there.mode, there.size) != (image.mode, image.size):
+                return False
+            return bool(np.abs(np.asarray(there).astype(int) - np.asarray(image)).max() <= ROUNDING)
+    except (OSError, ValueError, SyntaxError):  # no picture, or a damaged one
+        return False
+
+
+def write_grid(grid: "Image.Image", path: Path, pictures: list[Path]) -> Path:  # noqa: F821
+    """Write a grid of pictures in the place of the last one, but not in that of anything else. Returns its path."""
+    from PIL import Image
+
+    for number in count(1):
+        free = path if number == 1 else path.with_name(f"{path.stem}-{number}.png")
+        try:
+            with Image.open(free) as there:
+                if GRID_KEY in there.info:
+                    break
+        except FileNotFoundError:
+            break
+        except (OSError, SyntaxError):
+            continue
+    grid.save(free, pnginfo=png_info({GRID_KEY: "\n".join(picture.name for picture in pictures)}))
+    return free
+
+
+def png_info(about: dict[str, str]) -> "PngInfo":  # noqa: F821
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    for name, text in about.items():
+        info.add_text(name, text)
+    return info
 
 
 if __name__ == "__main__":

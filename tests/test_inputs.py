@@ -25,11 +25,38 @@ def pipeline():
     return tiny_pipeline()
 
 
-@pytest.mark.parametrize("prompt", [3, b"a heart", ("a", "b"), [], ["a", None], {"a": 1}])
+@pytest.mark.parametrize("prompt", [3, b"a heart", {"a", "b"}, [], (), ["a", None], {"a": 1}])
 def test_a_prompt_of_the_wrong_type_is_refused_in_one_line(pipeline, prompt):
     with pytest.raises(ValueError, match="prompt must be a string or a") as caught:
         pipeline(prompt)
     assert "\n" not in str(caught.value)
+
+
+def test_halves_of_characters_are_no_prompt(pipeline):
+    for options in ({"prompt": "a\udcff"}, {"prompt": ["a", "\ud83d"]}, {"prompt": "a", "negative_prompt": "\udcff"}):
+        with pytest.raises(ValueError, match="prompt has half a character") as caught:
+            pipeline(**options)
+        assert str(caught.value).encode("utf-8")
+    assert len(pipeline("\U0001f600", num_inference_steps=1).images) == 1
+
+
+def test_tuples_and_numpys_numbers_do_as_lists_and_numbers_do(pipeline):
+    plain = {"num_images_per_prompt": 2, "num_inference_steps": 3, "guidance_scale": 2.5, "height": 8, "width": 16}
+    generators = [torch.Generator().manual_seed(seed) for seed in range(4)]
+    expected = pipeline(["a", "b"], negative_prompt=["x", "y"], generator=generators, output_type="np", **plain).images
+    kinds = (np.int64, np.uint8, np.float32, np.int32, np.int16)
+    numpys = {name: kind(value) for (name, value), kind in zip(plain.items(), kinds, strict=True)}
+    generators = [torch.Generator().manual_seed(seed) for seed in range(4)]
+    images = pipeline(
+        ("a", "b"), negative_prompt=("x", "y"), generator=generators, output_type="np", eta=np.float64(0), **numpys
+    ).images
+    assert images.shape == (4, 8, 16, 3) and np.array_equal(images, expected)
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float32(2), np.array([2, 3]), torch.tensor(2)])
+def test_what_is_no_whole_number_is_refused_whoever_made_it(pipeline, value):
+    with pytest.raises(ValueError, match="num_inference_steps must be a whole number"):
+        pipeline("a", num_inference_steps=value)
 
 
 def test_a_prompt_is_needed_with_text_and_refused_without(pipeline):

@@ -1,6 +1,5 @@
 """scripts/sample.py as a user calls it."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +17,9 @@ from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.tokenizer import train_tokenizer
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "sample.py"
-spec = importlib.util.spec_from_file_location("sample_script", SCRIPT)
-sample_script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sample_script)
+sys.path.insert(0, str(SCRIPT.parent))
+
+import sample as sample_script  # noqa: E402  a script, found through the line above
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +187,10 @@ def test_the_dtype_is_that_of_every_part(run_folder, tmp_path, monkeypatch):
         (["--prompt", "a", "--height", "33"], "height must be a positive multiple of 4"),
         (["--prompt", "a", "--dtype", "int8"], "dtype must be"),
         (["--prompt", "a", "--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["--prompt", "a", "--device", "meta"], "--device meta cannot be used here"),
+        (["--prompt", "a", "--device", "hpu"], "--device hpu cannot be used here"),
+        (["--prompt", "a", "b\udcff"], "--prompt 'b\\udcff' is not UTF-8 text"),
+        (["--prompt", "a", "--negative_prompt", "\udcff"], "--negative_prompt '\\udcff' is not UTF-8 text"),
         (["--prompt", "a", "--num_images", "0"], "--num_images must be at least 1, got 0"),
         (["--prompt", "a", "--batch_size", "0"], "--batch_size must be at least 1"),
         (["--prompt", "a", "--seed", "-1"], "--seed must be a whole number from 0, got -1"),
@@ -211,6 +214,65 @@ def test_a_wrong_command_line_or_folder_is_one_line(tmp_path, capsys):
     for folder, message in ((tmp_path / "none", "is no folder"), (tmp_path, "is no saved pipeline")):
         assert call(folder, tmp_path / "out", "--prompt", "a") == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_anything_is_loaded(run_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(TextToImagePipeline, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded first"))
+    (tmp_path / "file").write_text("not yours")
+    for out, message in (
+        (tmp_path / "file", "file is a file, and must be a folder"),
+        (tmp_path / "file" / "in" / "it", f"cannot be made: {tmp_path / 'file'} is a file"),
+        (Path("/proc/none"), "--out /proc/none cannot be written"),
+    ):
+        assert call(run_folder, out, "--prompt", "a") == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: --out ") and message in error and len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "not yours"
+
+
+def test_no_picture_takes_the_place_of_another_and_the_same_one_is_not_doubled(run_folder, tmp_path, capsys):
+    assert call(run_folder, tmp_path, "--prompt", "a", "--attention") == 0
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert call(run_folder, tmp_path, "--prompt", "a", "--attention") == 0
+    assert {
+        path.name: path.read_bytes() for path in tmp_path.iterdir()
+    } == first and "note" not in capsys.readouterr().err
+
+    assert call(run_folder, tmp_path, "--prompt", "a", "--attention", "--guidance_scale", "5") == 0
+    assert "note: 1 got other names, as other pictures had theirs: 00000-a-2.png" in capsys.readouterr().err
+    (tmp_path / "00001-a.png").write_text("not yours")
+    assert call(run_folder, tmp_path, "--prompt", "a", "--num_images", "2") == 0
+
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == first.keys() | {"00000-a-2.png", "00000-a-2-attention.png", "00001-a.png", "00001-a-2.png"}
+    assert Image.open(tmp_path / "00000-a-2.png").text["guidance_scale"] == "5.0"
+    kept = first.keys() - {"grid.png"}
+    assert all((tmp_path / name).read_bytes() == first[name] for name in kept)
+    assert (tmp_path / "00001-a.png").read_text() == "not yours"
+
+
+def test_another_runs_picture_of_the_same_settings_stays(run_folder, tmp_path):
+    assert call(run_folder, tmp_path, "--prompt", "a") == 0
+    path = tmp_path / "00000-a.png"
+    theirs = Image.open(path)
+    other = Image.eval(theirs, lambda value: 255 - value)
+    other.save(path, pnginfo=sample_script.png_info(theirs.text))
+    before = path.read_bytes()
+
+    assert call(run_folder, tmp_path, "--prompt", "a") == 0
+
+    assert path.read_bytes() == before and (tmp_path / "00000-a-2.png").exists()
+
+
+def test_a_grid_takes_the_place_of_the_last_grid_alone(run_folder, tmp_path, capsys):
+    assert call(run_folder, tmp_path, "--prompt", "a", "b") == 0
+    assert Image.open(tmp_path / "grid.png").text == {"pictures": "00000-a.png\n00001-b.png"}
+    assert call(run_folder, tmp_path, "--prompt", "c") == 0
+    assert Image.open(tmp_path / "grid.png").text == {"pictures": "00000-c.png"}
+    Image.new("L", (3, 5)).save(tmp_path / "grid.png")
+    assert call(run_folder, tmp_path, "--prompt", "c") == 0
+    assert "wrote 1 picture and grid-2.png" in capsys.readouterr().out
+    assert Image.open(tmp_path / "grid.png").size == (3, 5)
 
 
 def test_pictures_that_are_not_finite_are_an_error_and_not_black(tmp_path, capsys):
