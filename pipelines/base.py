@@ -6,7 +6,7 @@ A pipeline's `__call__` checks its arguments into a `Job`, encodes the captions,
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from unet_attn.objective import FLOW_TIME_SCALE, check_sampling_scheduler, clean_coefficients
+from unet_attn.flow import FLOW_TIME_SCALE
 from unet_attn.pipelines.attention_maps import AttentionChoice, AttentionRecorder, WordMaps
 from unet_attn.pipelines.captions import Words, caption_words, encode_captions
 from unet_attn.pipelines.guidance import Guidance, Guide
@@ -34,6 +34,7 @@ from unet_attn.pipelines.inputs import (
     to_output,
 )
 from unet_attn.pipelines.parts import PipelineOfParts
+from unet_attn.schedulers import check_sampling_scheduler, clean_coefficients
 
 CALLBACK_TENSORS = ("latents",)
 
@@ -107,9 +108,9 @@ class SamplingPipeline(PipelineOfParts):
 
     def _prepare(
         self,
-        prompt: str | list[str] | None,
+        prompt: str | Sequence[str] | None,
         *,
-        negative_prompt: str | list[str] | None,
+        negative_prompt: str | Sequence[str] | None,
         num_images_per_prompt: int,
         num_inference_steps: int,
         guidance_scale: float,
@@ -130,7 +131,8 @@ class SamplingPipeline(PipelineOfParts):
         steps = check_steps(num_inference_steps, self.scheduler.config.num_train_timesteps)
         channels = self.unet.config.out_channels
         check_output_type(output_type, channels)
-        pictures = len(prompts) * check_count("num_images_per_prompt", num_images_per_prompt)
+        images = check_count("num_images_per_prompt", num_images_per_prompt)
+        pictures = len(prompts) * images
         shape = (pictures, channels, *self._checked_size(*size))
         device = self._execution_device
         generator = check_generators(generator, pictures=pictures, device=device)
@@ -142,6 +144,9 @@ class SamplingPipeline(PipelineOfParts):
         # a copy, so that nothing a scheduler remembers passes from one call to the next
         scheduler = copy.deepcopy(self.scheduler)
         scheduler.set_timesteps(steps, device=device)
+        if hasattr(scheduler, "set_begin_index"):
+            # else it looks its place up by the timestep, and where two are the same it takes the later one
+            scheduler.set_begin_index(0)
         self._num_timesteps = len(scheduler.timesteps)
         self._interrupt = False
 
@@ -149,7 +154,7 @@ class SamplingPipeline(PipelineOfParts):
             prompts=prompts,
             # a weaker network answers to the same prompt, unless it was told otherwise
             others=prompts if self.guide_unet is not None and negative_prompt is None else negatives,
-            images=num_images_per_prompt,
+            images=images,
             shape=shape,
             steps=steps,
             generator=generator,

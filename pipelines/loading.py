@@ -19,7 +19,7 @@ from diffusers import ModelMixin, SchedulerMixin
 from diffusers.utils import logging
 from transformers import PreTrainedTokenizerBase
 
-from unet_attn.objective import scheduler_from_config
+from unet_attn.schedulers import scheduler_from_config
 
 INDEX_NAME = "model_index.json"
 # a class by the name in a saved config. Looked up by name, so that a saved folder's copy of this file stands alone.

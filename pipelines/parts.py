@@ -7,9 +7,9 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from transformers import PreTrainedTokenizerBase
 
-from unet_attn.objective import check_sampling_scheduler, declare_prediction_type, scheduler_prediction_type
 from unet_attn.pipelines.loading import check_format_version, load_components
 from unet_attn.pipelines.portable import check_portable, write_code_files
+from unet_attn.schedulers import check_sampling_scheduler, declare_prediction_type, scheduler_prediction_type
 
 FORMAT_VERSION = 1
 
@@ -46,6 +46,9 @@ class PipelineOfParts(DiffusionPipeline):
         _check_parts(unet, text_encoder, tokenizer, guide_unet)
         prediction_type = prediction_type or scheduler_prediction_type(scheduler)
         check_sampling_scheduler(scheduler, prediction_type)
+        networks = [network for network in (unet, guide_unet) if network is not None]
+        if prediction_type != "flow" and any(network.config.get("x_prediction", False) for network in networks):
+            raise ValueError(f"a U-Net with x_prediction answers with a flow's velocity, not with {prediction_type}")
         # so that any class made from its config knows what the model predicts
         declare_prediction_type(scheduler, prediction_type)
         self.register_modules(

@@ -16,8 +16,9 @@ CAPTIONS = ["a red heart", "cloud upload", "a very blue sky over the sea"]
 DIM = 12
 
 
-def scheduler_for(prediction_type: str) -> SchedulerMixin:
-    training = FlowMatchEulerDiscreteScheduler() if prediction_type == "flow" else DDIMScheduler()
+def scheduler_for(prediction_type: str, settings: dict[str, object] | None = None) -> SchedulerMixin:
+    training_class = FlowMatchEulerDiscreteScheduler if prediction_type == "flow" else DDIMScheduler
+    training = training_class(**(settings or {}))
     return Objective(training, prediction_type=prediction_type).sampling_scheduler()
 
 
@@ -27,7 +28,9 @@ def text_parts(seed: int = 0) -> tuple[TextEncoder, object]:
     return TextEncoder(len(tokenizer), dim=DIM, depth=1, heads=3, max_length=11).eval(), tokenizer
 
 
-def tiny_unet(*, context_dim: int | None = DIM, channels: int = 3, seed: int = 0) -> AttnUNet2D:
+def tiny_unet(
+    *, context_dim: int | None = DIM, channels: int = 3, seed: int = 0, x_prediction: bool = False
+) -> AttnUNet2D:
     """A U-Net with factor 4, whose zero-initialised layers are stirred so that its input and text matter."""
     torch.manual_seed(seed)
     unet = AttnUNet2D(
@@ -39,6 +42,7 @@ def tiny_unet(*, context_dim: int | None = DIM, channels: int = 3, seed: int = 0
         dim_head=8,
         context_dim=context_dim,
         patch_size=2,
+        x_prediction=x_prediction,
     )
     with torch.no_grad():
         for parameter in unet.parameters():

@@ -3,20 +3,25 @@
 python tests/scheduler_cases.py     writes the table anew, from the same list that the tests run
 """
 
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import diffusers
 from pipeline_parts import scheduler_for
 
-from unet_attn.objective import PREDICTION_TYPES, check_sampling_scheduler, inversion_schedulers, scheduler_from_config
+from unet_attn.schedulers import PREDICTION_TYPES, check_sampling_scheduler, inversion_schedulers, scheduler_from_config
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "schedulers.md"
 BEGIN, END = "<!-- table: python tests/scheduler_cases.py -->\n", "<!-- end of table -->\n"
 
 EXACT = 1e-3  # the most that an oracle's picture may differ from the clean one, whose values lie in [-1, 1]
+ZERO_TERMINAL_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 # The last step of these goes to the schedule's first noise level, not to none: what is left of x_T is about 1 % of it.
 STOPS_EARLY = {"DEISMultistepScheduler": 0.1, "PNDMScheduler": 0.1}
+
+
+Settings = tuple[tuple[str, object], ...]
 
 
 class Case(NamedTuple):
@@ -35,18 +40,25 @@ class Case(NamedTuple):
     def error(self) -> float:
         return STOPS_EARLY.get(self.name, EXACT)
 
-    def types(self) -> list[str]:
-        """The prediction types that it samples, as the pipeline's own check has it."""
-        return [kind for kind in PREDICTION_TYPES if self._samples(kind)]
+    def types(self, betas: dict[str, object] | None = None) -> list[str]:
+        """The prediction types that it samples, as the pipeline's own check has it.
 
-    def _samples(self, kind: str) -> bool:
-        config = scheduler_for(kind).config
-        try:
-            made = scheduler_from_config(getattr(diffusers, self.name), {**config, **self.settings})
-            check_sampling_scheduler(made, kind)
-        except ValueError:
-            return False
-        return True
+        betas: settings of the scheduler that the model was trained with; with them, types that have betas.
+        """
+        kinds = [kind for kind in PREDICTION_TYPES if betas is None or kind != "flow"]
+        settings, betas = tuple(self.settings.items()), tuple((betas or {}).items())
+        return [kind for kind in kinds if _samples(self.name, settings, kind, betas)]
+
+
+@cache  # some constructors take half a second
+def _samples(name: str, settings: Settings, kind: str, betas: Settings) -> bool:
+    try:
+        config = scheduler_for(kind, dict(betas)).config
+        made = scheduler_from_config(getattr(diffusers, name), {**config, **dict(settings)})
+        check_sampling_scheduler(made, kind)
+    except ValueError:
+        return False
+    return True
 
 
 CASES = [
@@ -78,15 +90,18 @@ CASES = [
 
 def table() -> str:
     lines = [
-        f"| scheduler | {' | '.join(PREDICTION_TYPES)} | noise in its steps | error of an oracle |",
-        "|---|" + "---|" * (len(PREDICTION_TYPES) + 2),
+        f"| scheduler | {' | '.join(PREDICTION_TYPES)} | zero terminal SNR | noise in its steps | error of an oracle |",
+        "|---|" + "---|" * (len(PREDICTION_TYPES) + 3),
     ]
     for case in CASES:
         works = ("yes" if kind in case.types() else "refused" for kind in PREDICTION_TYPES)
         noise = "yes" if case.draws_noise else "no"
-        lines.append(f"| {case.title} | {' | '.join(works)} | {noise} | at most {case.error:g} |")
+        rescaled = "not needed" if case.types() == ["flow"] else ", ".join(case.types(ZERO_TERMINAL_SNR)) or "refused"
+        lines.append(f"| {case.title} | {' | '.join(works)} | {rescaled} | {noise} | at most {case.error:g} |")
+    inverse = Case("DDIMInverseScheduler", {})
     inverts = ("inverts" if inversion_schedulers(kind) else "refused" for kind in PREDICTION_TYPES)
-    lines.append(f"| DDIMInverseScheduler | {' | '.join(inverts)} | no | see below |")
+    rescaled = ", ".join(inverse.types(ZERO_TERMINAL_SNR))
+    lines.append(f"| {inverse.title} | {' | '.join(inverts)} | {rescaled} | no | see below |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,10 +5,10 @@ import torch
 from pipeline_parts import seeds, stub_pipeline, text_parts, tiny_pipeline, tiny_unconditional, tiny_unet
 from torch.testing import assert_close
 
-from unet_attn.objective import PREDICTION_TYPES, clean_coefficients
 from unet_attn.pipelines.captions import encode_captions
 from unet_attn.pipelines.guidance import Guidance, Guide, limited, projected, rescaled
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.schedulers import PREDICTION_TYPES, clean_coefficients
 
 
 def answers(seed=0):

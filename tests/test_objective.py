@@ -1,3 +1,5 @@
+"""Noising, targets and times against the formulas and the stock schedulers, and what an objective refuses."""
+
 import math
 
 import pytest
@@ -5,29 +7,20 @@ import torch
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
-    DEISMultistepScheduler,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
-    LCMScheduler,
 )
+from pipeline_parts import tiny_unet
 from torch.testing import assert_close
 
-from unet_attn.objective import (
-    MIN_SNR_GAMMA,
-    PREDICTION_TYPES,
-    Objective,
-    check_sampling_scheduler,
-    declare_prediction_type,
-    sampling_schedulers,
-    scheduler_from_config,
-    scheduler_prediction_type,
-)
+from unet_attn.loss_weights import NoiseUncertainty
+from unet_attn.objective import Objective
+from unet_attn.sampler import stratified_uniform
+from unet_attn.schedulers import PREDICTION_TYPES
 
 # diffusers' schedulers call numpy in ways that it has deprecated
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-DISCRETE_TYPES = ("epsilon", "v_prediction", "sample")
 
 
 def training_scheduler(prediction_type):
@@ -76,7 +69,7 @@ def test_the_targets_of_epsilon_and_sample_are_the_noise_and_the_picture():
     assert_close(Objective(DDPMScheduler(), prediction_type="sample").target(clean, noise, t), clean)
 
 
-@pytest.mark.parametrize("loss_weighting", ["none", "min_snr"])
+@pytest.mark.parametrize("loss_weighting", ["none", "min_snr", "soft_min_snr"])
 @pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
 def test_an_oracle_has_loss_zero_and_a_wrong_answer_has_not(prediction_type, loss_weighting):
     objective = Objective(
@@ -92,48 +85,50 @@ def test_an_oracle_has_loss_zero_and_a_wrong_answer_has_not(prediction_type, los
     assert (objective.weight(t) > 0).all()
 
 
-def test_min_snr_weights_follow_the_formula_of_each_type():
-    scheduler = DDPMScheduler()
-    t = torch.tensor([0, 99, 400, 998])
-    weights = [
-        Objective(scheduler, prediction_type=kind, loss_weighting="min_snr").weight(t) for kind in DISCRETE_TYPES
-    ]
-    for step, found in zip(t.tolist(), torch.stack(weights, dim=1).tolist(), strict=True):
-        cumulative = float(scheduler.alphas_cumprod[step])
-        snr = cumulative / (1 - cumulative)
-        clipped = min(snr, MIN_SNR_GAMMA)
-        expected = (clipped / snr, clipped / (snr + 1), clipped)
-        assert found == pytest.approx(expected, rel=1e-3)
-    flow = Objective(FlowMatchEulerDiscreteScheduler(), loss_weighting="min_snr")
-    times = torch.tensor([0.1, 0.5, 0.9])
-    expected = [min(((1 - t) / t) ** 2, MIN_SNR_GAMMA) * t**2 for t in (0.1, 0.5, 0.9)]
-    assert flow.weight(times).tolist() == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
-def test_min_snr_is_one_loss_of_the_picture_whatever_is_predicted(prediction_type):
-    # an error of the predicted picture, carried over into each type, costs min(SNR, gamma) times its square
-    objective = Objective(
-        training_scheduler(prediction_type), prediction_type=prediction_type, loss_weighting="min_snr"
-    )
-    clean, noise = pictures(1)
-    t = torch.tensor([0.4]) if prediction_type == "flow" else torch.tensor([250])
-    noisy = objective.add_noise(clean, noise, t)
-    alpha, sigma = objective._scales(t, 4)
-    wrong = clean + 0.125
-    implied_noise = (noisy - alpha * wrong) / sigma
-    answer = objective.target(wrong, implied_noise, t)
-    snr = float((alpha / sigma) ** 2)
-    expected = min(snr, MIN_SNR_GAMMA) * 0.125**2
-    assert objective.loss(answer, clean, noise, t).item() == pytest.approx(expected, rel=1e-3)
-
-
 def test_logit_normal_times_have_the_quantiles_of_the_normal_distribution():
     objective = Objective(FlowMatchEulerDiscreteScheduler())
     # the standard normal's quantiles at 0.1, 0.5 and 0.9 are -1.2816, 0 and 1.2816
     times = objective.sample_times(torch.tensor([0.1, 0.5, 0.9]))
     expected = [1 / (1 + math.exp(1.2815516)), 0.5, 1 / (1 + math.exp(-1.2815516))]
     assert_close(times, torch.tensor(expected), rtol=0, atol=1e-5)
+
+
+def test_the_mean_and_spread_of_logit_normal_move_its_quantiles():
+    objective = Objective(FlowMatchEulerDiscreteScheduler(), logit_mean=0.8, logit_std=0.7)
+    times = objective.sample_times(torch.tensor([0.1, 0.5, 0.9]))
+    expected = [1 / (1 + math.exp(-(0.8 + 0.7 * normal))) for normal in (-1.2815516, 0, 1.2815516)]
+    assert_close(times, torch.tensor(expected), rtol=0, atol=1e-5)
+    # Esser et al. 2024, eq. 23: a shift of the times by 3 is a mean of ln 3
+    plain = Objective(FlowMatchEulerDiscreteScheduler()).sample_times(torch.tensor([0.1, 0.5, 0.9]))
+    shifted = Objective(FlowMatchEulerDiscreteScheduler(), logit_mean=math.log(3))
+    assert_close(shifted.sample_times(torch.tensor([0.1, 0.5, 0.9])), 3 * plain / (1 + 2 * plain))
+
+
+@pytest.mark.parametrize(("mean", "std"), [(-90.0, 1.0), (90.0, 1.0), (0.0, 50.0)])
+def test_extreme_times_keep_some_noise_and_some_picture(mean, std):
+    objective = Objective(FlowMatchEulerDiscreteScheduler(), logit_mean=mean, logit_std=std)
+    times = objective.sample_times(torch.tensor([0.0, 0.4, 1.0 - 2.0**-24]))
+    assert times.min() > 0 and times.max() < 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "time_sampling"), [("flow", "logit_normal"), ("flow", "uniform"), ("sample", "uniform")]
+)
+def test_the_times_of_a_global_batch_fall_one_in_each_part_of_equal_chance(kind, time_sampling):
+    # 640 steps, so that each part has the same number of them
+    scheduler = FlowMatchEulerDiscreteScheduler() if kind == "flow" else DDPMScheduler(num_train_timesteps=640)
+    objective = Objective(scheduler, prediction_type=kind, time_sampling=time_sampling)
+    bounds = objective.sample_times(torch.arange(64) / 64)[1:]
+    for step in (1, 2, 977):
+        uniform = stratified_uniform(7, step, 64)
+        times = objective.sample_times(uniform)
+        parts = torch.bucketize(times, bounds, right=True)
+        assert sorted(parts.tolist()) == list(range(64))
+        assert parts.tolist() != list(range(64))  # a sample's place in the batch says nothing of its time
+    if time_sampling == "logit_normal":
+        # the parts are those of the distribution: a quarter of the times on each side of its quartiles
+        quartiles = torch.sigmoid(torch.tensor([-0.6744898, 0.0, 0.6744898]))
+        assert torch.bucketize(times, quartiles).bincount().tolist() == [16] * 4
 
 
 @pytest.mark.parametrize("time_sampling", ["logit_normal", "uniform"])
@@ -188,6 +183,39 @@ def test_unknown_options_are_refused_by_name(option, value):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_std": 0.0}, "logit_std finite and above 0, got 0.0 and 0.0"),
+        ({"logit_mean": math.nan}, "logit_mean must be finite"),
+        ({"time_sampling": "uniform", "logit_mean": 0.5}, "need time_sampling logit_normal, got uniform"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(FlowMatchEulerDiscreteScheduler(), **options)
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+def test_x_prediction_is_refused_without_a_flow(prediction_type):
+    with pytest.raises(ValueError, match=f"x_prediction needs prediction_type flow, got {prediction_type}"):
+        Objective(DDIMScheduler(), prediction_type=prediction_type, x_prediction=True)
+
+
+def test_a_model_of_another_objective_is_refused():
+    networks = {kind: tiny_unet(x_prediction=kind) for kind in (False, True)}
+    plain = Objective(FlowMatchEulerDiscreteScheduler())
+    predicting = Objective(FlowMatchEulerDiscreteScheduler(), x_prediction=True, loss_weighting="uncertainty")
+    plain.check_model(networks[False], None)
+    predicting.check_model(networks[True], NoiseUncertainty())
+    with pytest.raises(ValueError, match="x_prediction is False, the U-Net's is True"):
+        plain.check_model(networks[True], None)
+    with pytest.raises(ValueError, match="loss_weighting is uncertainty, but the model has no NoiseUncertainty"):
+        predicting.check_model(networks[True], None)
+    with pytest.raises(ValueError, match="loss_weighting is none, but the model has a NoiseUncertainty"):
+        plain.check_model(networks[False], NoiseUncertainty())
+
+
+@pytest.mark.parametrize(
     ("scheduler", "prediction_type"),
     [
         (DDIMScheduler(), "flow"),
@@ -201,92 +229,32 @@ def test_a_scheduler_that_cannot_train_the_type_is_refused(scheduler, prediction
         Objective(scheduler, prediction_type=prediction_type)
 
 
-def test_zero_terminal_snr_is_refused_for_epsilon_only():
-    scheduler = DDIMScheduler(rescale_betas_zero_snr=True)
-    with pytest.raises(ValueError, match="rescale_betas_zero_snr"):
+def test_zero_terminal_snr_ends_training_in_pure_noise():
+    # Lin et al. 2024, algorithm 1: sqrt(abar) is shifted to 0 at the end, and scaled to its old value at the start
+    before, after = DDIMScheduler(), DDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    roots = before.alphas_cumprod.double().sqrt()
+    expected = ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])).square()
+    assert_close(after.alphas_cumprod.double(), expected, rtol=0, atol=1e-6)
+    clean, noise = pictures(2)
+    t = torch.tensor([999, 0])
+    objective = Objective(after, prediction_type="v_prediction")
+    noisy = objective.add_noise(clean, noise, t)
+    assert torch.equal(noisy[0], noise[0])
+    assert torch.equal(objective.target(clean, noise, t)[0], -clean[0])
+    assert_close(noisy[1], Objective(before, prediction_type="sample").add_noise(clean, noise, t)[1])
+    assert objective.sampling_scheduler().config.rescale_betas_zero_snr
+
+
+def test_zero_terminal_snr_is_refused_for_epsilon_and_with_a_spacing_that_misses_the_last_step():
+    scheduler = DDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    with pytest.raises(ValueError, match="cannot go with epsilon: the last step is pure noise"):
         Objective(scheduler, prediction_type="epsilon")
-    Objective(scheduler, prediction_type="v_prediction")
+    for kind in ("v_prediction", "sample"):
+        Objective(scheduler, prediction_type=kind)
+        with pytest.raises(ValueError, match="set timestep_spacing to trailing"):
+            Objective(DDPMScheduler(rescale_betas_zero_snr=True, timestep_spacing="leading"), prediction_type=kind)
 
 
 def test_a_learned_variance_is_refused():
     with pytest.raises(ValueError, match="learned variance"):
         Objective(DDPMScheduler(variance_type="learned_range"), prediction_type="epsilon")
-
-
-@pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
-def test_the_sampling_scheduler_carries_the_type_through_saving_and_other_classes(prediction_type, tmp_path):
-    scheduler = Objective(training_scheduler(prediction_type), prediction_type=prediction_type).sampling_scheduler()
-    assert scheduler_prediction_type(scheduler) == prediction_type
-    scheduler.save_pretrained(tmp_path)
-    config = type(scheduler).load_config(tmp_path)
-    loaded = scheduler_from_config(type(scheduler), config)
-    other = DPMSolverMultistepScheduler.from_config(loaded.config)
-    back = type(scheduler).from_config(other.config)
-    for each in (loaded, other, back):
-        check_sampling_scheduler(each, prediction_type)
-
-
-def test_the_betas_survive_a_change_of_class():
-    # even where they are one class's defaults and not the other's
-    for betas in ({}, {"beta_schedule": "scaled_linear", "beta_start": 0.0013, "beta_end": 0.017}):
-        scheduler = Objective(DDIMScheduler(**betas), prediction_type="sample").sampling_scheduler()
-        for scheduler_class in (DPMSolverMultistepScheduler, LCMScheduler):
-            other = scheduler_class.from_config(scheduler.config)
-            assert_close(other.alphas_cumprod, scheduler.alphas_cumprod)
-
-
-def test_declaring_a_type_leaves_the_scheduler_at_work_as_it_was():
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    declare_prediction_type(scheduler, "flow")
-    assert scheduler.shift == 3.0 and scheduler.config.flow_shift == 3.0
-    scheduler.set_timesteps(5)
-    expected = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    expected.set_timesteps(5)
-    assert_close(scheduler.sigmas, expected.sigmas)
-
-
-def test_the_flow_shift_becomes_that_of_the_multistep_schedulers():
-    scheduler = Objective(FlowMatchEulerDiscreteScheduler(shift=3.0)).sampling_scheduler()
-    other = DPMSolverMultistepScheduler.from_config(scheduler.config)
-    assert other.config.flow_shift == 3.0 and other.config.use_flow_sigmas
-    assert FlowMatchEulerDiscreteScheduler.from_config(other.config).shift == 3.0
-    other.set_timesteps(5)
-    # sigma = 3 s / (1 + 2 s) at s = 1 - 1/1000 first
-    assert float(other.sigmas[0]) == pytest.approx(3 * 0.999 / (1 + 2 * 0.999), abs=1e-6)
-
-
-def test_a_sampling_scheduler_of_another_type_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"type is epsilon, the model's is sample.*from_config"):
-        check_sampling_scheduler(DDIMScheduler(), "sample")
-    with pytest.raises(ValueError, match=r"type is epsilon, the model's is flow.*from_config"):
-        check_sampling_scheduler(DPMSolverMultistepScheduler(), "flow")
-    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler cannot sample a epsilon model"):
-        # the key that it was copied with does not make it one
-        check_sampling_scheduler(FlowMatchEulerDiscreteScheduler.from_config(DDIMScheduler().config), "epsilon")
-
-
-def test_deis_is_refused_in_flow_mode_and_allowed_otherwise():
-    flow = Objective(FlowMatchEulerDiscreteScheduler()).sampling_scheduler()
-    with pytest.raises(
-        ValueError, match="DEISMultistepScheduler cannot sample a flow model; these can: FlowMatchEuler"
-    ):
-        check_sampling_scheduler(DEISMultistepScheduler.from_config(flow.config), "flow")
-    check_sampling_scheduler(DEISMultistepScheduler.from_config(DDIMScheduler().config), "epsilon")
-
-
-def test_unsafe_settings_of_a_scheduler_are_refused():
-    with pytest.raises(ValueError, match="linspace"):
-        check_sampling_scheduler(DDIMScheduler(timestep_spacing="linspace"), "epsilon")
-    flow = Objective(FlowMatchEulerDiscreteScheduler()).sampling_scheduler()
-    with pytest.raises(ValueError, match="use_karras_sigmas=True leaves the flow's own noise levels"):
-        check_sampling_scheduler(DPMSolverMultistepScheduler.from_config(flow.config, use_karras_sigmas=True), "flow")
-    with pytest.raises(ValueError, match="use_dynamic_shifting"):
-        check_sampling_scheduler(FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "flow")
-    with pytest.raises(ValueError, match="without use_flow_sigmas"):
-        scheduler_prediction_type(DPMSolverMultistepScheduler(prediction_type="flow_prediction"))
-
-
-def test_schedulers_that_know_no_sample_prediction_are_not_offered_for_it():
-    assert "PNDMScheduler" in sampling_schedulers("epsilon")
-    assert "PNDMScheduler" not in sampling_schedulers("sample")
-    assert "DDIMScheduler" not in sampling_schedulers("flow")

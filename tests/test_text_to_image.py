@@ -27,8 +27,8 @@ from pipeline_parts import (
 )
 from torch.testing import assert_close
 
-from unet_attn.objective import PREDICTION_TYPES
 from unet_attn.pipelines.text_to_image import TextToImagePipeline, encode_captions
+from unet_attn.schedulers import PREDICTION_TYPES
 
 # diffusers' schedulers call numpy in ways that it has deprecated
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -49,6 +49,18 @@ def test_a_fresh_network_predicts_zero() -> None:
     assert (unet(torch.randn(2, 3, 8, 8), 5).sample == 0).all()
 
 
+def test_x_prediction_answers_with_the_velocity_to_the_picture_of_the_last_layer() -> None:
+    plain, predicting = tiny_unet(context_dim=5), tiny_unet(context_dim=5, x_prediction=True)
+    assert plain.state_dict().keys() == predicting.state_dict().keys()
+    predicting.load_state_dict(plain.state_dict())
+    sample, text = torch.randn(3, 2, 16, 8), torch.randn(3, 7, 5)
+    for timestep in (torch.tensor([7.0, 250.0, 1000.0]), 431, torch.tensor(431)):
+        time = (torch.as_tensor(timestep) / 1000).reshape(-1, 1, 1, 1)
+        clean = plain(sample, timestep, text).sample
+        assert_close(predicting(sample, timestep, text).sample, (sample - clean) / time)
+    assert predicting(sample, 0, text).sample.isfinite().all()
+
+
 @pytest.mark.parametrize("size", [(17, 16), (16, 23), (1, 8), (20, 18)])
 def test_a_size_that_does_not_fit_is_refused_before_any_compute(size: tuple[int, int]) -> None:
     unet = tiny_unet(patch_size=2)
@@ -98,6 +110,14 @@ def test_the_text_is_used_and_its_padding_is_not() -> None:
     assert (other - output).abs().amax() > 1e-3
 
 
+def test_a_mask_with_one_row_for_all_queries_is_the_mask_of_the_tokens() -> None:
+    unet, sample = tiny_unet(context_dim=5), torch.randn(2, 2, 8, 8)
+    text, mask = torch.randn(2, 7, 5), torch.tensor([[1] * 7, [1] * 3 + [0] * 4])
+
+    assert torch.equal(unet(sample, 10, text, mask[:, None]).sample, unet(sample, 10, text, mask).sample)
+    assert torch.equal(unet(sample, 10, text, mask[:, None].bool()).sample, unet(sample, 10, text, mask).sample)
+
+
 def test_pooled_text_reaches_networks_without_any_attention() -> None:
     unet, sample = tiny_unet(context_dim=5, attention_levels=()), torch.randn(1, 2, 8, 8)
     assert not torch.allclose(unet(sample, 1, torch.ones(1, 3, 5)).sample, unet(sample, 1, torch.zeros(1, 3, 5)).sample)
@@ -109,7 +129,8 @@ def test_pooled_text_reaches_networks_without_any_attention() -> None:
         (None, None, "context_dim=5: give it encoder_hidden_states"),
         (torch.zeros(1, 7, 4), None, r"\(B, N, 5\), got \(1, 7, 4\)"),
         (torch.zeros(1, 7, 5), torch.ones(1, 5), "for 5 tokens, but there are 7"),
-        (torch.zeros(1, 7, 5), torch.ones(1, 1, 7), r"must be \(B, N\)"),
+        (torch.zeros(1, 7, 5), torch.ones(1, 7, 7), r"must be \(B, N\) or \(B, 1, N\), got \(1, 7, 7\)"),
+        (torch.zeros(1, 7, 5), torch.zeros(1, 1, 7), r"\(B, 1, N\) must be bool or whole numbers"),
     ],
 )
 def test_text_that_does_not_fit_is_refused(text, mask, message: str) -> None:
@@ -135,6 +156,10 @@ def test_text_given_to_a_network_without_text_is_refused() -> None:
         ({"attention_levels": (2,)}, r"attention_levels must lie in 0..1.*\[2\]"),
         ({"sample_size": 17}, "sample_size must be a multiple of 2 .* 17"),
         ({"block_channels": ()}, "at least one level"),
+        (
+            {"x_prediction": True, "in_channels": 3, "out_channels": 1},
+            "as many out_channels as in_channels, got 1 and 3",
+        ),
         ({"format_version": 2}, "format_version 2.*reads 1"),
     ],
 )

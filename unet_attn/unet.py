@@ -17,6 +17,7 @@ from diffusers.models.unets.unet_2d import UNet2DOutput
 from torch import Tensor, nn
 
 from unet_attn.blocks import TimeEmbedding, UNetLayer, group_norm, zero_init
+from unet_attn.flow import velocity_from_clean
 from unet_attn.transformer import masked_mean
 
 FORMAT_VERSION = 1
@@ -29,8 +30,11 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
     for); block_channels: channels of each level; layers_per_block: layers of a level going down, one more going up;
     attention_levels: which levels attend, 0 = the highest resolution; dim_head: width of an attention head;
     context_dim: width of the text, None = no text; patch_size: side of the squares of pixels folded into channels,
-    which makes the whole network cheaper by its square.
+    which makes the whole network cheaper by its square; x_prediction: the last layer gives the clean picture, and the
+    answer is the flow's velocity that it stands for (Li & He 2025, https://arxiv.org/abs/2511.13720).
     """
+
+    _supports_gradient_checkpointing = True
 
     @register_to_config
     def __init__(
@@ -44,10 +48,12 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
         dim_head: int = 32,
         context_dim: int | None = None,
         patch_size: int = 1,
+        x_prediction: bool = False,
         format_version: int = FORMAT_VERSION,
     ) -> None:
         super().__init__()
         self._check_config()
+        self.gradient_checkpointing = False  # set by enable_gradient_checkpointing()
         embedding_dim = 4 * block_channels[0]
         self.time_embedding = TimeEmbedding(block_channels[0], embedding_dim)
         self.text_embedding = None if context_dim is None else nn.Linear(context_dim, embedding_dim)
@@ -95,13 +101,13 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
         return_dict: bool = True,
     ) -> UNet2DOutput | tuple[Tensor]:
         """sample: (B, C, H, W); timestep: one number or (B,), in 0 .. 1000; encoder_hidden_states: (B, N, D);
-        encoder_attention_mask: (B, N), non-zero = a real token.
+        encoder_attention_mask: (B, N) or (B, 1, N), non-zero = a real token.
 
         Returns the prediction (B, out_channels, H, W) as `.sample`, or in a tuple without return_dict.
         Raises ValueError, before any compute, if a size does not fit, or text is missing or not expected.
         """
-        self._check_inputs(sample, encoder_hidden_states, encoder_attention_mask)
-        context, context_mask = encoder_hidden_states, encoder_attention_mask
+        context, context_mask = encoder_hidden_states, _token_mask(encoder_attention_mask)
+        self._check_inputs(sample, context, context_mask)
 
         timestep = torch.as_tensor(timestep, device=sample.device).reshape(-1).expand(sample.shape[0])
         embedding = self.time_embedding(timestep)
@@ -116,18 +122,28 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
             x = F.avg_pool2d(x, 2) if level else x
             skips.append(x)
             for layer in layers:
-                x = layer(x, embedding, context, context_mask)
+                x = self._run(layer, x, embedding, context, context_mask)
                 skips.append(x)
 
-        x = self.mid(x, embedding, context, context_mask)
+        x = self._run(self.mid, x, embedding, context, context_mask)
 
         for level, layers in enumerate(self.up.values()):
             x = F.interpolate(x, scale_factor=2.0, mode="nearest") if level else x
             for layer in layers:
-                x = layer(torch.cat([x, skips.pop()], dim=1), embedding, context, context_mask)
+                x = self._run(layer, torch.cat([x, skips.pop()], dim=1), embedding, context, context_mask)
 
         x = F.pixel_shuffle(self.conv_out(F.silu(self.norm_out(x))), self.config.patch_size)
+        if self.config.x_prediction:
+            x = velocity_from_clean(sample, x, timestep)
         return UNet2DOutput(sample=x) if return_dict else (x,)
+
+    def _run(
+        self, layer: UNetLayer, x: Tensor, embedding: Tensor, context: Tensor | None, context_mask: Tensor | None
+    ) -> Tensor:
+        """A layer's output; with gradient checkpointing its inside is computed again in the backward pass."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return self._gradient_checkpointing_func(layer, x, embedding, context, context_mask)
+        return layer(x, embedding, context, context_mask)
 
     def _key(self, level: int) -> str:
         """A level's name in the state dict: the side of its map at sample_size."""
@@ -147,6 +163,11 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
             value = self.config[key]
             if (value is None and key != "context_dim") or (value is not None and value < 1):
                 raise ValueError(f"unet.{key} must be at least 1, got {value}")
+        if self.config.x_prediction and self.config.in_channels != self.config.out_channels:
+            raise ValueError(
+                f"unet.x_prediction needs as many out_channels as in_channels, got {self.config.out_channels} "
+                f"and {self.config.in_channels}"
+            )
         if min(self.config.block_channels) < 1:
             raise ValueError(f"unet.block_channels must be above 0, got {list(self.config.block_channels)}")
         unknown = [level for level in self.config.attention_levels if level not in range(levels)]
@@ -176,8 +197,20 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
                 f"encoder_hidden_states must be (B, N, {self.config.context_dim}), got {tuple(context.shape)}"
             )
         if context_mask is not None and context_mask.ndim != 2:
-            raise ValueError(f"encoder_attention_mask must be (B, N), got {tuple(context_mask.shape)}")
+            raise ValueError(f"encoder_attention_mask must be (B, N) or (B, 1, N), got {tuple(context_mask.shape)}")
         if context_mask is not None and context_mask.shape[1] != context.shape[1]:
             raise ValueError(
                 f"encoder_attention_mask is for {context_mask.shape[1]} tokens, but there are {context.shape[1]}"
             )
+
+
+def _token_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask (B, 1, N), one row for all queries, as (B, N); any other as it is.
+
+    Raises ValueError for a float one: in diffusers that is a bias of 0 and -10000, which as a mask says the opposite.
+    """
+    if mask is None or mask.ndim != 3 or mask.shape[1] != 1:
+        return mask
+    if mask.is_floating_point():
+        raise ValueError("encoder_attention_mask (B, 1, N) must be bool or whole numbers, non-zero = a real token")
+    return mask.squeeze(1)

@@ -1,0 +1,214 @@
+"""The prediction types, and which of diffusers' stock schedulers know them.
+
+What sampling has to know of a model; how it is trained is the business of `unet_attn.objective`, which has the
+formulas of the types. A scheduler that would sample or train wrongly is refused here, with the reason.
+"""
+
+from typing import Literal
+
+from diffusers import SchedulerMixin
+from torch import Tensor
+
+PredictionType = Literal["flow", "epsilon", "v_prediction", "sample"]
+
+PREDICTION_TYPES = ("flow", "epsilon", "v_prediction", "sample")
+
+# The stock schedulers that bring a perfect model of the type back to the clean picture (tests/test_schedulers.py).
+# DEIS and SASolver know flow_prediction, yet in flow mode they end elsewhere, so they are not among them.
+_FLOW_SAMPLERS = (
+    "FlowMatchEulerDiscreteScheduler",
+    "FlowMatchHeunDiscreteScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "UniPCMultistepScheduler",
+)
+_DISCRETE_SAMPLERS = (
+    "DDPMScheduler",
+    "DDIMScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "LCMScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "UniPCMultistepScheduler",
+)
+# these know no model that predicts the picture itself
+_NO_SAMPLE_PREDICTION = (
+    "EulerAncestralDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "PNDMScheduler",
+)
+# These go from a picture to the noise it comes from. With `sample` the first of its steps divides 0 by 0.
+_INVERSION = {"epsilon": ("DDIMInverseScheduler",), "v_prediction": ("DDIMInverseScheduler",)}
+# these can rescale the betas so that the last step is pure noise (Lin et al. 2024, algorithm 1)
+_ZERO_TERMINAL_SNR = (
+    "DDPMScheduler",
+    "DDIMScheduler",
+    "DDIMInverseScheduler",
+    "DPMSolverMultistepScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "LCMScheduler",
+    "UniPCMultistepScheduler",
+)
+# in the multistep schedulers each of these puts noise levels of another kind in the place of the flow's
+_OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+_TRAINING_SCHEDULERS = {
+    "flow": ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"),
+    "discrete": ("DDIMScheduler", "DDPMScheduler"),
+}
+
+
+def scheduler_prediction_type(scheduler: SchedulerMixin) -> PredictionType:
+    """The prediction type that a scheduler takes its model's output for.
+
+    Raises ValueError if its config names none that is known, or a flow without flow sigmas.
+    """
+    # a FlowMatch scheduler takes every output for a velocity, whatever its config was copied from
+    if _is_one_of(scheduler, ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")):
+        return "flow"
+    name = type(scheduler).__name__
+    found = scheduler.config.get("prediction_type")
+    if found == "flow_prediction":
+        if not scheduler.config.get("use_flow_sigmas", False):
+            raise ValueError(f"{name} has prediction_type flow_prediction without use_flow_sigmas=True")
+        return "flow"
+    if found not in PREDICTION_TYPES or found == "flow":
+        raise ValueError(f"{name} has the unknown prediction_type {found!r}")
+    return found
+
+
+def sampling_schedulers(prediction_type: PredictionType) -> tuple[str, ...]:
+    """The names of the stock schedulers that sample a model of the prediction type rightly."""
+    require_one_of("prediction_type", prediction_type, PREDICTION_TYPES)
+    if prediction_type == "flow":
+        return _FLOW_SAMPLERS
+    if prediction_type == "sample":
+        return tuple(name for name in _DISCRETE_SAMPLERS if name not in _NO_SAMPLE_PREDICTION)
+    return _DISCRETE_SAMPLERS
+
+
+def inversion_schedulers(prediction_type: PredictionType) -> tuple[str, ...]:
+    """The names of the stock schedulers that turn a picture into its noise, for a model of the prediction type."""
+    require_one_of("prediction_type", prediction_type, PREDICTION_TYPES)
+    return _INVERSION.get(prediction_type, ())
+
+
+def clean_coefficients(
+    prediction_type: PredictionType, alpha: float | Tensor, sigma: float | Tensor
+) -> tuple[float | Tensor, float | Tensor]:
+    """(a, b) with which a x_t + b prediction is the clean picture, where x_t = alpha x + sigma n."""
+    require_one_of("prediction_type", prediction_type, PREDICTION_TYPES)
+    if prediction_type == "flow":
+        return 1.0, -sigma
+    if prediction_type == "epsilon":
+        return 1.0 / alpha, -sigma / alpha
+    return (alpha, -sigma) if prediction_type == "v_prediction" else (0.0, 1.0)
+
+
+def check_training_scheduler(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:
+    """Refuse what cannot noise at any time: inference schedulers look times up in a list that is made for sampling."""
+    name = type(scheduler).__name__
+    allowed = _TRAINING_SCHEDULERS["flow" if prediction_type == "flow" else "discrete"]
+    if not _is_one_of(scheduler, allowed):
+        raise ValueError(
+            f"{name} cannot train a {prediction_type} model: train with {' or '.join(allowed)}; "
+            "for sampling, other schedulers are made from its config"
+        )
+    _check_zero_terminal_snr(scheduler, prediction_type)
+    if str(scheduler.config.get("variance_type", "")).startswith("learned"):
+        raise ValueError(f"{name} with a learned variance is not supported: set variance_type to fixed_small")
+
+
+def check_sampling_scheduler(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:
+    """Refuse a scheduler that would sample a model of the prediction type wrongly, with a ValueError that says why."""
+    name = type(scheduler).__name__
+    allowed = sampling_schedulers(prediction_type)
+    if not _is_one_of(scheduler, allowed + inversion_schedulers(prediction_type)):
+        raise ValueError(f"{name} cannot sample a {prediction_type} model; these can: {', '.join(allowed)}")
+    found = scheduler_prediction_type(scheduler)
+    if found != prediction_type:
+        raise ValueError(
+            f"the scheduler's prediction type is {found}, the model's is {prediction_type}: "
+            f"make it with {name}.from_config(pipe.scheduler.config)"
+        )
+    if name == "DDIMScheduler" and scheduler.config.timestep_spacing == "linspace":
+        # its step() looks a fixed number of training steps ahead, which linspace does not visit
+        raise ValueError(
+            "DDIMScheduler with timestep_spacing linspace misses its own next step: use leading or trailing"
+        )
+    if (name, scheduler.config.get("beta_schedule")) == ("PNDMScheduler", "squaredcos_cap_v2"):
+        if scheduler.config.timestep_spacing == "trailing":
+            # its first step divides by an alpha of 5e-5, and float32 does not hold what is left of the picture
+            raise ValueError("PNDMScheduler with squaredcos_cap_v2 cannot begin at the last step: use leading")
+    _check_zero_terminal_snr(scheduler, prediction_type)
+    spacings = [key for key in _OTHER_SIGMAS if scheduler.config.get(key, False)]
+    if prediction_type == "flow" and spacings and not name.startswith("FlowMatch"):
+        raise ValueError(f"{name} with {spacings[0]}=True leaves the flow's own noise levels: set it to False")
+    if scheduler.config.get("use_dynamic_shifting", False):
+        raise ValueError(
+            f"{name} with use_dynamic_shifting=True needs a shift per picture size, which is not supported"
+        )
+
+
+def declare_prediction_type(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:
+    """Write the prediction type into the scheduler's config, so that `from_config` carries it to any class.
+
+    A FlowMatch scheduler's config has no such key, and another class made from it would fall to epsilon in silence. So
+    the keys by which the multistep schedulers know a flow are written beside its own; they survive saving.
+    The betas are carried along too: diffusers would drop what was left at its default, and classes differ in those.
+    """
+    keys: dict[str, object] = {"prediction_type": prediction_type, "_use_default_values": []}
+    if prediction_type == "flow":
+        shift = scheduler.config.get("flow_shift", scheduler.config.get("shift", 1.0))
+        keys |= {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift}
+    scheduler.register_to_config(**keys)
+
+
+def scheduler_from_config(scheduler_class: type[SchedulerMixin], config: dict) -> SchedulerMixin:
+    """`from_config`, without diffusers' warning that the keys kept for other classes are not expected."""
+    known = scheduler_class._get_init_keys(scheduler_class)
+    scheduler = scheduler_class.from_config({key: value for key, value in config.items() if key in known})
+    kept = {key: value for key, value in config.items() if key not in known and not key.startswith("_")}
+    scheduler.register_to_config(**kept)
+    return scheduler
+
+
+def require_one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise a ValueError that names the allowed values for any other."""
+    if value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _check_zero_terminal_snr(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:
+    """Refuse what cannot go with betas that are rescaled to end in pure noise (Lin et al. 2024, section 3)."""
+    if prediction_type == "flow" or not scheduler.config.get("rescale_betas_zero_snr", False):
+        return
+    name = type(scheduler).__name__
+    if prediction_type == "epsilon":
+        raise ValueError(
+            "rescale_betas_zero_snr cannot go with epsilon: the last step is pure noise, which tells nothing of the "
+            "picture; use v_prediction or sample"
+        )
+    if not _is_one_of(scheduler, _ZERO_TERMINAL_SNR):
+        # it would take the betas as they were before
+        can = ", ".join(each for each in sampling_schedulers(prediction_type) if each in _ZERO_TERMINAL_SNR)
+        raise ValueError(
+            f"{name} does not know rescale_betas_zero_snr, which the model was trained with; these do: {can}"
+        )
+    if scheduler.config.timestep_spacing == "leading":
+        raise ValueError(
+            f"{name} with rescale_betas_zero_snr and timestep_spacing leading never begins at the last step, "
+            "which is pure noise: set timestep_spacing to trailing"
+        )
+
+
+def _is_one_of(scheduler: SchedulerMixin, names: tuple[str, ...]) -> bool:
+    return any(base.__name__ in names for base in type(scheduler).__mro__)
