@@ -26,7 +26,7 @@ class ExponentialMovingAverage:
             raise ValueError(f"the EMA decay must be at least 0 and below 1, got {decay}")
         self.decay = decay
         self.updates = 0
-        self.averages = {name: _float_copy(parameter) for name, parameter in trainable(model).items()}
+        self.averages = float_copies(model)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -49,15 +49,7 @@ class ExponentialMovingAverage:
 
     def load(self, averages: Mapping[str, Tensor], *, updates: int) -> None:
         """Go on from saved averages. Raises ValueError naming a parameter that is missing or has another shape."""
-        for name, average in self.averages.items():
-            if name not in averages:
-                raise ValueError(f"the saved EMA has no weights for {name!r}")
-            if averages[name].shape != average.shape:
-                raise ValueError(
-                    f"the saved EMA of {name!r} has shape {tuple(averages[name].shape)}, "
-                    f"the model's is {tuple(average.shape)}"
-                )
-        _copy_into(self.averages, averages)
+        load_averages(self.averages, averages)
         self.updates = updates
 
 
@@ -66,8 +58,24 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _float_copy(parameter: Tensor) -> Tensor:
-    return torch.empty_like(parameter, dtype=torch.float32, requires_grad=False).copy_(parameter.detach())
+def float_copies(model: nn.Module) -> dict[str, Tensor]:
+    """The trainable parameters of `model` in float32, in tensors of their own and in the memory order they have."""
+    return {
+        name: torch.empty_like(parameter, dtype=torch.float32, requires_grad=False).copy_(parameter.detach())
+        for name, parameter in trainable(model).items()
+    }
+
+
+def load_averages(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved averages into `targets`. Raises ValueError naming one that is missing or has another shape."""
+    for name, target in targets.items():
+        if name not in saved:
+            raise ValueError(f"the saved EMA has no weights for {name!r}")
+        if saved[name].shape != target.shape:
+            raise ValueError(
+                f"the saved EMA of {name!r} has shape {tuple(saved[name].shape)}, the model's is {tuple(target.shape)}"
+            )
+    _copy_into(targets, saved)
 
 
 @torch.no_grad()
