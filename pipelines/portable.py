@@ -62,8 +62,18 @@ def write_code_files(pipeline: DiffusionPipeline, directory: str | PathLike) -> 
         elif part is not None and index[name][1] == "TokenizersBackend":
             # transformers 5 calls it so, 4 does not know that name, both know this one
             index[name] = ["transformers", "PreTrainedTokenizerFast"]
+        _forget_origin(directory / name / "config.json")
     text = json.dumps(index, indent=2) + "\n"
     _replace(directory / PIPELINE_INDEX, text)
+
+
+def _forget_origin(path: Path) -> None:
+    """Take out of a part's config where it was loaded from: a path of this machine."""
+    if not path.exists():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.pop("_name_or_path", None) is not None:
+        _replace(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def code_files(cls: type) -> CodeFiles:

@@ -47,6 +47,13 @@ def test_loading_runs_no_code_of_the_folder(saved):
     assert pipe.name_or_path == str(saved) and not pipe.unet.training
 
 
+def test_a_folder_saved_again_does_not_tell_where_it_was_loaded_from(saved, tmp_path):
+    TextToImagePipeline.from_pretrained(saved).save_pretrained(tmp_path / "again")
+    texts = [path.read_text() for path in (tmp_path / "again").rglob("*.json")]
+    assert len(texts) > 4
+    assert not any(str(saved) in text for text in texts)
+
+
 def test_an_unconditional_pipeline_loads_without_text(tmp_path):
     tiny_unconditional("sample", channels=1).save_pretrained(tmp_path)
     pipe = TextToImagePipeline.from_pretrained(tmp_path)
