@@ -1,14 +1,17 @@
 """Make the figures of docs/attention.md, each from weights that were trained here, in a minute.
 
-    python scripts/figures.py data/emoji [--out docs/figures]
+    python scripts/figures.py data/emoji [--out docs/figures] [--judge JUDGE PICTURE docs/images/judge.png]
 
 masks.png        who may attend to whom: padding, causal, both
 patches.png      four heads of 12 numbers looking at the patches of a picture (48 = 4 x 12)
 translation.png  which German word each English word looks at
+
+With --judge another file, of docs/evaluation.md: where the four heads of a trained judge look in a picture.
 """
 
 import argparse
 import sys
+from math import isqrt
 from pathlib import Path
 
 import torch
@@ -44,9 +47,16 @@ def main() -> int:
     parser.add_argument("pictures", metavar="DIR", type=Path, help="colour pictures to learn from, such as data/emoji")
     parser.add_argument("--out", type=Path, default=Path("docs/figures"))
     parser.add_argument("--steps", type=int, default=600, help="training steps of each network (600)")
+    parser.add_argument(
+        "--judge", type=Path, nargs=3, metavar=("JUDGE", "PICTURE", "FILE"), help="where its heads look"
+    )
     options = parser.parse_args()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        if options.judge is not None:
+            judge, picture, file = options.judge
+            figure_of_judge(judge, picture).save(file, optimize=True)
+            print(f"wrote {file}")
         figure_of_masks().save(options.out / "masks.png")
         figure_of_translation(options.steps).save(options.out / "translation.png")
         figure_of_patches(options.pictures, options.steps).save(options.out / "patches.png")
@@ -211,20 +221,34 @@ def load_pictures(folder: Path) -> Tensor:
 
 def draw_heads(picture: Tensor, weights: Tensor, place: int) -> Image.Image:
     """The picture with the query's patch framed, and beside it each head's weights over the patches."""
-    scale = 5
-    pixels = ((picture / 2 + 0.5) * 255).round().byte()
-    shown = Image.fromarray(rearrange(pixels, "c h w -> h w c").numpy()).resize((SIDE * scale,) * 2, Image.NEAREST)
-    row, column = divmod(place, SIDE // PATCH)
-    box = tuple(scale * PATCH * each for each in (column, row, column + 1, row + 1))
-    panels = [("a patch asks", shown)]
-    for head, row_weights in enumerate(weights):
-        grid = rearrange(row_weights / row_weights.max(), "(h w) -> h w", h=SIDE // PATCH)
+    shown = enlarged(picture, 5)
+    panels = {"a patch asks": shown}
+    for head, grid in enumerate(relative_weights(weights), start=1):
         cells = Image.fromarray(((1 - grid) * 255).round().byte().numpy()).convert("RGB")
-        panels.append((f"head {head + 1} looks here", cells.resize(shown.size, Image.NEAREST)))
+        panels[f"head {head} looks here"] = cells.resize(shown.size, Image.NEAREST)
+    return framed_panels(panels, place, SIDE // PATCH)
 
+
+def enlarged(picture: Tensor, scale: int) -> Image.Image:
+    """A picture (C, H, W) in [-1, 1], C 1 or 3, each pixel a square of `scale`."""
+    pixels = ((picture.expand(3, -1, -1) / 2 + 0.5) * 255).round().byte()
+    image = Image.fromarray(rearrange(pixels, "c h w -> h w c").numpy())
+    return image.resize((image.width * scale, image.height * scale), Image.NEAREST)
+
+
+def relative_weights(weights: Tensor) -> Tensor:
+    """What one patch takes from each, (heads, N), as maps (heads, rows, columns) whose largest value is 1."""
+    side = isqrt(weights.shape[1])
+    return rearrange(weights / weights.amax(dim=1, keepdim=True), "heads (h w) -> heads h w", h=side)
+
+
+def framed_panels(panels: dict[str, Image.Image], place: int, side: int) -> Image.Image:
+    """Pictures of one size, each under its title with patch number `place` of side x side framed."""
     sheets = []
-    for title, panel in panels:
-        panel = panel.copy()
+    for title, picture in panels.items():
+        panel = picture.copy()
+        row, column = divmod(place, side)
+        box = tuple(panel.width // side * each for each in (column, row, column + 1, row + 1))
         ImageDraw.Draw(panel).rectangle(box, outline=ACCENT, width=2)
         sheet = Image.new("RGB", (panel.width + 2, panel.height + 26), PAPER)
         sheet.paste(panel, (1, 25))
@@ -233,6 +257,37 @@ def draw_heads(picture: Tensor, weights: Tensor, place: int) -> Image.Image:
         draw.text((0, 4), title, INK, font(14))
         sheets.append(sheet)
     return side_by_side(sheets)
+
+
+# ---------------------------------------------------------------------------------------------------------------- judge
+
+
+def figure_of_judge(folder: Path, path: Path) -> Image.Image:
+    """Where each head of a trained judge's last layer looks from the patch that holds most of the drawing."""
+    from unet_attn.images import load_image, resize_and_crop, to_tensor
+    from unet_attn.judge import Judge
+
+    judge = Judge.load(folder)
+    size = judge.size
+    picture = to_tensor(resize_and_crop(load_image(path, channels=size.channels), size.image_size))
+    place = fullest_patch(picture, size.patch_size)
+    weights = judge.eye.attention_weights(picture[None])[0, :, place]
+
+    shown = enlarged(picture, 160 // size.image_size or 1)
+    # the drawing stays to be seen under the strongest colour
+    tint = Image.new("RGB", shown.size, ACCENT)
+    panels = {"a patch asks": shown}
+    for head, grid in enumerate(relative_weights(weights), start=1):
+        mask = Image.fromarray((grid * 170).round().byte().numpy()).resize(shown.size, Image.NEAREST)
+        panels[f"head {head} looks here"] = Image.composite(tint, shown, mask)
+    return framed_panels(panels, place, judge.eye.grid)
+
+
+def fullest_patch(picture: Tensor, patch_size: int) -> int:
+    """The number of the patch whose pixels differ most from the picture's corner. picture: (C, H, W)."""
+    drawn = (picture - picture[:, :1, :1]).abs()
+    patches = rearrange(drawn, "c (h p) (w q) -> (h w) (c p q)", p=patch_size, q=patch_size)
+    return int(patches.sum(dim=1).argmax())
 
 
 if __name__ == "__main__":

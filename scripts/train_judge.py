@@ -9,6 +9,8 @@ sampled pictures cannot be expected to do better. Then: python scripts/evaluate.
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -16,17 +18,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", metavar="DIR", type=Path, help="captioned pictures")
     parser.add_argument("--out", type=Path, required=True, metavar="JUDGE", help="folder for the judge")
+    add_training_options(parser, network="image transformer", dim=48, steps=900)
+    return told_in_one_line(train, parser.parse_args())
+
+
+def add_training_options(parser: argparse.ArgumentParser, *, network: str, dim: int, steps: int) -> None:
+    """What the training of a small network on pictures asks for; `network` is what has the width `dim`."""
     parser.add_argument("--resolution", type=int, default=32, help="side in pixels (default 32)")
     parser.add_argument("--channels", type=int, choices=(1, 3), default=3, help="1 = grey, 3 = colour (default 3)")
     parser.add_argument("--patch_size", type=int, default=8, help="side of a patch, divides the resolution (default 8)")
-    parser.add_argument("--dim", type=int, default=48, help="width of the image transformer (default 48)")
-    parser.add_argument("--steps", type=int, default=900, help="training steps (default 900)")
+    parser.add_argument("--dim", type=int, default=dim, help=f"width of the {network} (default {dim})")
+    parser.add_argument("--steps", type=int, default=steps, help=f"training steps (default {steps})")
     parser.add_argument("--batch_size", type=int, default=128, help="default 128")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and what is held out (default 0)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
-    options = parser.parse_args()
+
+
+def told_in_one_line(work: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Do the work; returns the exit code, 2 where it was refused with one line on stderr."""
     try:
-        train(options)
+        for name in ("steps", "batch_size"):
+            if getattr(options, name) < 2:
+                raise ValueError(f"--{name} must be at least 2, got {getattr(options, name)}")
+        work(options)
     except ModuleNotFoundError as error:
         print(f"error: {error.name} is not installed: pip install 'unet-attn[train]'", file=sys.stderr)
         return 2
@@ -37,16 +51,13 @@ def main() -> int:
 
 
 def train(options: argparse.Namespace) -> None:
-    for name in ("steps", "batch_size"):
-        if getattr(options, name) < 2:
-            raise ValueError(f"--{name} must be at least 2, got {getattr(options, name)}")
     import torch
     from sample import chosen_device
-    from tqdm import tqdm
 
     from unet_attn.data import CaptionedImages, DataOptions
-    from unet_attn.judge import Judge, JudgeSize, caption_agreement, caption_key, split_held_out, train_judge
+    from unet_attn.judge import Judge, JudgeSize, caption_agreement, train_judge
     from unet_attn.measures import CANDIDATES, check_candidates
+    from unet_attn.picture_model import caption_key, split_held_out
     from unet_attn.tokenizer import train_tokenizer
 
     device = chosen_device(options.device)
@@ -65,12 +76,7 @@ def train(options: argparse.Namespace) -> None:
     size = JudgeSize(options.resolution, options.channels, options.patch_size, options.dim)
     judge = Judge(size, train_tokenizer(captions)).to(device)
     started = time.monotonic()
-    with tqdm(total=options.steps, unit="step", disable=not sys.stderr.isatty()) as progress:
-
-        def on_step(step: int, loss: float) -> None:
-            progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            progress.update()
-
+    with shown_progress(options.steps) as on_step:
         train_judge(
             judge,
             pictures[trained],
@@ -82,9 +88,11 @@ def train(options: argparse.Namespace) -> None:
         )
     seconds = time.monotonic() - started
 
+    # as many of those it was trained on, from end to end: neighbours in a folder are alike
+    seen_again = trained[:: len(trained) // len(held_out)][: len(held_out)]
     held, seen = (
         caption_agreement(judge, pictures[chosen], [captions[n] for n in chosen], captions, seed=options.seed)
-        for chosen in (held_out, trained[: len(held_out)])
+        for chosen in (held_out, seen_again)
     )
     judge.record = {
         "held_out_agreement": held.value,
@@ -107,6 +115,20 @@ def train(options: argparse.Namespace) -> None:
         f"among {CANDIDATES} (of trained ones {100 * seen.value:.1f} %, by chance {100 / CANDIDATES:.1f} %)"
     )
     print(f"written to {options.out}")
+
+
+@contextmanager
+def shown_progress(steps: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar on the terminal; yields what is to be called with the number of each step and its loss."""
+    from tqdm import tqdm
+
+    with tqdm(total=steps, unit="step", disable=not sys.stderr.isatty()) as bar:
+
+        def on_step(step: int, loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update()
+
+        yield on_step
 
 
 if __name__ == "__main__":

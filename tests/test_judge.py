@@ -1,4 +1,4 @@
-"""The judge: its loss written out, that it learns, that it is saved whole, and what it refuses."""
+"""The judge: its loss written out, that it learns, that it is saved whole, and what its script refuses."""
 
 import json
 import sys
@@ -19,10 +19,8 @@ from unet_attn.judge import (
     JudgeSize,
     best_first,
     caption_agreement,
-    caption_key,
     contrastive_loss,
     similarities,
-    split_held_out,
     train_judge,
 )
 from unet_attn.tokenizer import train_tokenizer
@@ -72,10 +70,6 @@ def test_the_loss_is_the_cross_entropy_both_ways_without_pictures_of_the_same_ca
     columns = torch.stack([entropy(similarity[:, n], n, wrong[n]) for n in range(4)]).mean()
 
     assert_close(contrastive_loss(similarity, captions), (rows + columns) / 2)
-
-
-def test_case_and_spacing_do_not_make_another_caption() -> None:
-    assert caption_key(" Arrow  LEFT ") == caption_key("arrow left") != caption_key("left arrow")
 
 
 def test_it_finds_the_captions_of_pictures_it_has_not_seen(trained: Judge) -> None:
@@ -131,37 +125,6 @@ def test_pictures_of_other_sizes_and_colours_are_brought_to_its_own(trained: Jud
     assert JudgeFeatures(trained)(large).shape == (60, trained.num_features)
 
 
-def test_a_folder_without_a_judge_or_with_a_broken_one_is_refused(trained: Judge, tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"holds no judge \(no judge.json\): train one with scripts/train_judge"
-    ):
-        Judge.load(tmp_path)
-
-    trained.save(tmp_path)
-    about = json.loads((tmp_path / "judge.json").read_text(encoding="utf-8"))
-    (tmp_path / "judge.json").write_text(json.dumps(about | {"format_version": 9}), encoding="utf-8")
-    with pytest.raises(ValueError, match="it has format_version 9, this release of unet-attn reads 1"):
-        Judge.load(tmp_path)
-
-    (tmp_path / "judge.json").write_text(json.dumps(about), encoding="utf-8")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="cannot be read") as caught:
-        Judge.load(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_tenth_is_held_out_and_at_least_100() -> None:
-    trained, held_out = split_held_out(2003, seed=5)
-
-    assert (len(trained), len(held_out)) == (1803, 200)
-    assert sorted(trained + held_out) == list(range(2003))
-    assert split_held_out(2003, seed=5)[1] == held_out != split_held_out(2003, seed=6)[1]
-    assert len(split_held_out(211, seed=0)[1]) == 100
-    with pytest.raises(ValueError, match=r"^199 captioned pictures are too few to train a judge: 200 are needed$"):
-        split_held_out(199, seed=0)
-
-
 def captioned_folder(folder: Path, count: int, captions: int) -> Path:
     folder.mkdir()
     rows = []
@@ -203,7 +166,7 @@ def test_the_script_trains_says_how_good_it_is_and_saves(
 @pytest.mark.parametrize(
     ("count", "captions", "message"),
     [
-        (7, 7, "7 captioned pictures are too few to train a judge: 200 are needed"),
+        (7, 7, "7 captioned pictures are too few: 200 are needed, 100 of them to be held out"),
         (211, 13, "13 different captions are too few to find one among 100"),
     ],
 )
@@ -221,3 +184,30 @@ def test_the_script_refuses_data_that_cannot_be_judged_in_one_line(
     assert train_script(data, "--out", tmp_path / "judge") == 2
     assert capsys.readouterr().err == f"error: {message}\n"
     assert not (tmp_path / "judge").exists()
+
+
+def test_the_figure_of_its_heads_tints_the_patches_by_what_they_give(
+    trained: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    figures = import_module("figures")
+    picture = Image.new("L", (12, 12), 255)
+    picture.paste(0, (4, 8, 8, 11))
+    picture.save(tmp_path / "spot.png")
+    trained.save(tmp_path / "judge")
+
+    sheet = figures.figure_of_judge(tmp_path / "judge", tmp_path / "spot.png")
+
+    side = 12 * (160 // 12)
+    seen = torch.full((1, 1, 12, 12), 1.0)
+    seen[..., 8:11, 4:8] = -1
+    weights = trained.eye.attention_weights(seen)[0, :, 7]  # of the patch in row 2, column 1
+    assert sheet.size == (3 * (side + 2) + 2 * 12, side + 26)
+    for head, map_of_head in enumerate(weights.unflatten(1, (3, 3)), start=1):
+        left, cell = (side + 2 + 12) * head + 1, side // 3
+        # blue of a white patch falls with its share of the tint
+        blue = torch.tensor(
+            [[sheet.getpixel((left + cell * c + cell // 2, 25 + cell * r + 5))[2] for c in range(3)] for r in (0, 1)]
+        )
+        expected = 255 - (255 - figures.ACCENT[2]) * 170 / 255 * map_of_head[:2] / map_of_head.max()
+        assert_close(blue.float(), expected, atol=2, rtol=0)
