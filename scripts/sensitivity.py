@@ -15,13 +15,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from unet_attn.conditioning import exchanged_captions
-from unet_attn.data import CaptionedImages
-from unet_attn.evaluation import EfficientNetFeatures, check_counts, compare_features, extract_features
-from unet_attn.judge import Judge, JudgeFeatures, caption_agreement, split_held_out
+from unet_attn.data import CaptionedImages, DataOptions
+from unet_attn.evaluation import check_counts, compare_features
+from unet_attn.extractors import EfficientNetFeatures, extract_features
+from unet_attn.judge import Judge, JudgeFeatures, caption_agreement
 from unet_attn.measures import Estimate, copy_rate, nearest_pictures
+from unet_attn.picture_model import split_held_out
 
 NOISE = 0.2  # standard deviation, where black is -1 and white +1
 
@@ -42,17 +44,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     options = parser.parse_args()
     try:
-        print(sensitivity_table(options.data, Judge.load(options.judge), seed=options.seed))
+        judge = Judge.load(options.judge)
+        networks = {"EfficientNet": EfficientNetFeatures(), "judge": JudgeFeatures(judge)}
+        print(sensitivity_table(options.data, judge, networks, seed=options.seed))
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
 
-def sensitivity_table(path: Path, judge: Judge, *, seed: int) -> str:
-    """A Markdown table: a row per way of spoiling, a column per measure."""
-    shape = {"resolution": judge.size.image_size, "channels": judge.size.channels}
-    data = CaptionedImages(path, **shape, caption_dropout=0.0)
+def sensitivity_table(path: Path, judge: Judge, networks: dict[str, nn.Module], *, seed: int) -> str:
+    """A Markdown table: a row per way of spoiling, a column per measure; distances in the features of each network."""
+    options = DataOptions(path=str(path), resolution=judge.size.image_size, caption_dropout=0.0)
+    data = CaptionedImages(options, channels=judge.size.channels)
     items = [item for item in (data[index] for index in range(len(data))) if item["caption"]]
     pictures, captions = torch.stack([item["image"] for item in items]), [item["caption"] for item in items]
     # the judge's own split: what it never saw
@@ -62,22 +66,15 @@ def sensitivity_table(path: Path, judge: Judge, *, seed: int) -> str:
     spare = [trained[place] for place in order[len(held_out) :]]
     check_counts(real=len(reference), sampled=len(held_out))
 
-    efficientnet = EfficientNetFeatures()
-    extractors = {
-        "EfficientNet": lambda x: extract_features(x, efficientnet),
-        "judge": lambda x: extract_features(x, JudgeFeatures(judge), size=judge.size.image_size),
-    }
-    real = {name: extract(pictures[reference]) for name, extract in extractors.items()}
-    heads = [
-        f"{measure}, {name}" for name in extractors for measure in ("KID x 1000", "Frechet", "precision", "recall")
-    ]
+    real = {name: extract_features(pictures[reference], network) for name, network in networks.items()}
+    heads = [f"{measure}, {name}" for name in networks for measure in ("KID x 1000", "Frechet", "precision", "recall")]
     rows = [["", *heads, "agreement", "near copies"]]
     folders = [data.paths[item["index"]].parent.name for item in items]
     parts = {"held_out": held_out, "reference": reference, "spare": spare}
     for spoiled in spoiled_sets(pictures, captions, folders, **parts, seed=seed):
         row = [spoiled.name]
-        for name, extract in extractors.items():
-            row += distance_cells(real[name], extract(spoiled.pictures), seed=seed)
+        for name, network in networks.items():
+            row += distance_cells(real[name], extract_features(spoiled.pictures, network), seed=seed)
         first = slice(spoiled.judged)
         row.append(
             cell(caption_agreement(judge, spoiled.pictures[first], spoiled.captions[first], captions, seed=seed))

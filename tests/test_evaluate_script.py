@@ -12,7 +12,10 @@ import torch
 from PIL import Image
 from pipeline_parts import tiny_pipeline, tiny_unconditional
 
+from unet_attn.data import load_image, to_tensor
+from unet_attn.extractors import EXTRACTORS
 from unet_attn.judge import Judge, JudgeSize
+from unet_attn.measures import nearest_pictures
 from unet_attn.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,19 +29,19 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     script = import_module("evaluate")
 
     def run(*arguments: str | Path) -> int:
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments), "--num_pictures", "67", "--steps", "1"])
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", "--num_pictures", "67", "--steps", "1", *map(str, arguments)])
         return script.main()
 
     return run
 
 
-def noise_folder(folder: Path, *, count: int = 107) -> Path:
-    """Pictures of coloured noise, each with a caption of its own."""
+def noise_folder(folder: Path, *, count: int = 107, caption: str = "noise {}") -> Path:
+    """Pictures of coloured noise; {} in the caption stands for the number of the picture."""
     folder.mkdir()
     pixels = torch.randint(0, 256, (count, 12, 12, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for number, picture in enumerate(pixels):
         Image.fromarray(picture.numpy()).save(folder / f"{number}.png")
-    rows = [{"file_name": f"{number}.png", "text": f"noise {number}"} for number in range(count)]
+    rows = [{"file_name": f"{number}.png", "text": caption.format(number)} for number in range(count)]
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return folder
 
@@ -63,7 +66,7 @@ def test_a_judge_adds_the_agreement_beside_its_ceiling_and_its_features(
     report = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     assert 0 <= report["agreement"]["rate"]["value"] <= 1 and report["agreement"]["pictures"] == 67
     assert report["agreement"]["judge_record"] == {"held_out_agreement": 0.625}
-    assert report["extractor"].startswith("the image transformer of the judge")
+    assert report["extractor"] == "a judge's image transformer at 12 px" and len(report["extractor_weights"]) == 32
     # all noise is different, and the run was trained on it
     assert report["copies"]["rate_among_training"]["value"] == 0 and report["copies"]["training_pictures"] == 107
     assert report["loss"]["on_training_data"] is True
@@ -92,16 +95,121 @@ def test_what_a_judge_cannot_do_is_refused_in_one_line(
     assert not (run / "evaluation.json").exists()
 
 
-def test_a_chart_draws_each_line_through_its_values_and_escapes_names(evaluate: Callable[..., int]) -> None:
-    chart = import_module("_chart")
+def test_the_pictures_most_like_a_training_picture_are_listed_and_drawn_above_it(
+    evaluate: Callable[..., int], tmp_path: Path
+) -> None:
+    run, data, judge = tmp_path / "run", noise_folder(tmp_path / "data"), saved_judge(tmp_path / "judge")
+    pipeline = tiny_pipeline()
+    pipeline.save_pretrained(run)
+    (run / "config.yaml").write_text(f"data: {{path: {data}}}\n", encoding="utf-8")
+    options = ("--data.path", data, "--judge", judge, "--features", "judge", "--seed", 5)
 
-    svg = chart.line_chart({"a<b": [0.0, 2.0], "c": [1.0, 1.0]}, [0.1, 0.9], title="t", across="x", up="y")
+    assert evaluate(run, *options) == 0
 
-    root = ElementTree.fromstring(svg)
-    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
-    ends = [[tuple(map(float, point.split(","))) for point in line.get("points").split()] for line in lines]
-    assert ends[0] == [(chart.LEFT, chart.HEIGHT - chart.BOTTOM), (chart.WIDTH - chart.RIGHT, chart.TOP)]
-    assert ends[1][0][1] == ends[1][1][1] == (chart.HEIGHT - chart.BOTTOM + chart.TOP) / 2
-    assert "a<b" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    with pytest.raises(ValueError, match="line 'c' has 1 values for 2 places"):
-        chart.line_chart({"c": [1.0]}, [0.1, 0.9], title="t", across="x", up="y")
+    nearest = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))["nearest"]
+    assert len(nearest) == 16
+    correlations = [each["correlation"] for each in nearest]
+    assert correlations == sorted(correlations, reverse=True)
+    first = nearest[0]
+    generator = torch.Generator().manual_seed(first["seed"])
+    sampled = pipeline(first["caption"], num_inference_steps=1, guidance_scale=3.0, generator=generator).images[0]
+    trained = [to_tensor(load_image(data / f"{number}.png")) for number in range(107)]
+    again = nearest_pictures(to_tensor(sampled)[None], trained)
+    assert first["training_picture"] == str(data / f"{again.index[0]}.png")
+    assert first["correlation"] == pytest.approx(again.correlation[0].item(), abs=0.02)
+
+    sheet = Image.open(run / "evaluation_nearest.png")
+    # 8 in a row; a picture of 12 px is enlarged to 96, with two lines of words and a gap beneath
+    assert sheet.size == (8 * 102 + 6, 4 * 132 + 6)
+    below = sheet.crop((6, 6 + 132, 102, 102 + 132)).resize((12, 12), Image.Resampling.NEAREST)
+    assert torch.equal(to_tensor(below), trained[again.index[0]])
+
+    (run / "config.yaml").unlink()
+    assert evaluate(run, *options) == 0  # the training pictures are not known any more
+    report = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    assert report["nearest"] == [] and "skipped" in report["copies"]
+    assert not (run / "evaluation_nearest.png").exists()
+
+
+def test_held_out_pictures_give_the_validation_loss_and_are_no_training_pictures(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data, judge = tmp_path / "run", noise_folder(tmp_path / "data"), saved_judge(tmp_path / "judge")
+    tiny_pipeline().save_pretrained(run)
+    section = f"data: {{path: {data}, validation_share: 0.3, on_error: skip}}\n"
+    (run / "config.yaml").write_text(section, encoding="utf-8")
+    (data / "broken.png").write_bytes(b"\x89PNG")
+
+    assert (
+        evaluate(run, "--data.path", data, "--judge", judge, "--features", "judge", "--json", tmp_path / "x.json") == 0
+    )
+
+    report = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert report["loss"]["on_training_data"] is False and 0 < report["loss"]["pictures"] < 60
+    assert report["copies"]["training_pictures"] == 107 - report["loss"]["pictures"]
+    assert (report["pictures"], report["skipped"]) == (107, 1)
+    out = capsys.readouterr().out
+    assert "validation loss" in out and "files skipped            1, 107 pictures read" in out
+    assert (tmp_path / "x_nearest.png").exists() and (tmp_path / "x.svg").exists()
+    assert not (run / "evaluation.json").exists()
+
+
+def test_captions_that_are_all_the_same_leave_out_the_gap_alone(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = tmp_path / "run", noise_folder(tmp_path / "data", caption="noise")
+    tiny_pipeline().save_pretrained(run)
+
+    assert evaluate(run, "--data.path", data) == 0
+
+    loss = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))["loss"]
+    assert "gap_exchanged" not in loss and loss["gap_empty"]["error"] > 0
+    assert "gap, exchanged captions  not measured: all captions are the same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--seed", "-1"), "--seed must be at least 0 and below 2^63, got -1"),
+        (("--seed", str(2**63)), f"--seed must be at least 0 and below 2^63, got {2**63}"),
+        (("--batch_size", "0"), "--batch_size must be at least 1, got 0"),
+        (("--num_pictures", "0"), "0 sampled pictures are too few to measure a distance: 64 are needed"),
+        (("--steps", "0"), "num_inference_steps must be a whole number of at least 1, got 0"),
+        (("--guidance_scale", "nan"), "guidance_scale must be a finite number, got nan"),
+        (("--inception_weights", "x.pth"), "--inception_weights are for --features inception"),
+        (
+            ("--features", "inception", "--inception_weights", "x.pth"),
+            "there is no file x.pth with Inception's weights",
+        ),
+        (("--json", "figures.txt"), "--json must name a file that ends in .json, got figures.txt"),
+        (("--json", "absent/x.json"), "there is no folder absent for --json absent/x.json"),
+        (("--features", "vgg"), "argument --features: invalid choice: 'vgg'"),
+    ],
+)
+def test_a_senseless_option_is_refused_in_one_line(
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    tiny_pipeline().save_pretrained(tmp_path / "run")
+    noise_folder(tmp_path / "data", count=67)
+    monkeypatch.chdir(tmp_path)
+
+    try:
+        code = evaluate("run", "--data.path", "data", *options)
+    except SystemExit as stopped:  # argparse's own refusals
+        code = stopped.code
+
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith(f"error: {message}") and said.count("\n") == 1
+    assert sorted(path.name for path in (tmp_path / "run").glob("evaluation*")) == []
+
+
+def test_the_choice_of_features_is_the_table_of_extractors(evaluate: Callable[..., int], capsys) -> None:
+    with pytest.raises(SystemExit):
+        evaluate("--help")
+
+    assert f"--features {{{','.join(EXTRACTORS)}}}" in capsys.readouterr().out

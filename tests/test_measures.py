@@ -126,6 +126,23 @@ def test_a_copy_is_found_through_brightness_and_contrast_and_only_a_copy() -> No
     assert copy_rate(nearest).value == pytest.approx(1 / 4)
 
 
+def test_the_nearest_pictures_are_the_same_in_chunks_of_any_size() -> None:
+    training = normal(53, 1, 5, 7)
+    training[41] = training[12]  # of two that are the same the first is taken
+    pictures = torch.cat([training[[12, 30]] + 0.1 * normal(2, 1, 5, 7, seed=1), normal(5, 1, 5, 7, seed=2)])
+    own = torch.tensor([-1, 30, -1, 52, 0, -1, 7])
+
+    whole = nearest_pictures(pictures, training, own=own, chunk=53)
+
+    for chunk in (1, 7, 52, None):
+        nearest = nearest_pictures(pictures, iter(training), own=own, chunk=chunk)
+        assert torch.equal(nearest.index, whole.index)
+        torch.testing.assert_close(nearest.correlation, whole.correlation)
+    assert whole.index[0] == 12 and whole.index[1] != 30
+    with pytest.raises(ValueError, match="no pictures among which"):
+        nearest_pictures(pictures, [])
+
+
 def test_pictures_taken_from_the_others_are_not_their_own_neighbours() -> None:
     pictures = normal(11, 1, 5, 7)
     pictures[8] = pictures[3]

@@ -6,6 +6,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from test_evaluate_script import noise_folder, saved_judge
+
+from unet_attn.judge import Judge, JudgeFeatures
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,3 +49,31 @@ def test_each_set_is_of_the_same_size_and_spoiled_as_it_says(sensitivity: Module
 
 def test_the_most_frequent_word_is_counted_over_captions(sensitivity: ModuleType) -> None:
     assert sensitivity.most_frequent(sensitivity.words(["a b", "b c", "d b a"])) == "b"
+
+
+def test_the_table_has_a_row_for_each_set_and_sees_what_was_done_to_it(sensitivity: ModuleType, tmp_path: Path) -> None:
+    data = noise_folder(tmp_path / "data", count=211)
+    judge = Judge.load(saved_judge(tmp_path / "judge"))
+    judge.record["seed"] = 0
+
+    table = sensitivity.sensitivity_table(data, judge, {"judge": JudgeFeatures(judge)}, seed=0)
+
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert head[1:] == [
+        *(f"{measure}, judge" for measure in ("KID x 1000", "Frechet", "precision", "recall")),
+        "agreement",
+        "near copies",
+    ]
+    # too few pictures are left to make up for a word or a folder that all of them have
+    assert [row[0] for row in rows] == [
+        "real",
+        "noise of 0.2",
+        "blurred, 3 x 3",
+        "captions exchanged",
+        "one picture for all",
+        "half are copies",
+    ]
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["captions exchanged"][:4] == cells["real"][:4]
+    assert cells["one picture for all"][3] == "0.000 ± 0.000"
+    assert cells["real"][5] == "0.000 ± 0.000" and cells["half are copies"][5].startswith("0.500")

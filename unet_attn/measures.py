@@ -3,6 +3,8 @@
 Letters: N pictures, M others, F features. What each can and cannot tell: docs/evaluation.md.
 """
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ CANDIDATES = 100  # captions among which the true one is to be found
 # Correlation of the pixels from which on a picture is a near copy. Icons of one family that differ in a detail, "lock"
 # and "lock open", reach 0.97.
 COPY_CORRELATION = 0.98
+CHUNK_NUMBERS = 1 << 24  # 64 MB of float32
 
 
 class Estimate(NamedTuple):
@@ -132,21 +135,38 @@ class Nearest(NamedTuple):
     index: Tensor
 
 
-def nearest_pictures(pictures: Tensor, others: Tensor, *, own: Tensor | None = None, chunk: int = 256) -> Nearest:
-    """The picture of `others` (M, C, H, W) whose pixels correlate most with each of `pictures` (N, C, H, W).
+def nearest_pictures(
+    pictures: Tensor, others: Iterable[Tensor], *, own: Tensor | None = None, chunk: int | None = None
+) -> Nearest:
+    """The picture among `others`, M of (C, H, W), whose pixels correlate most with each of `pictures` (N, C, H, W).
 
     Correlation ignores brightness and contrast, and a few pixels weigh as much in a drawing with little ink as in a
     full one. A picture of one even colour correlates with nothing. own: (N,), where each picture stands among the
-    others, for pictures that were taken from them and are not their own neighbours.
+    others, for pictures that were taken from them and are not their own neighbours; -1 = was not taken from them.
+
+    The others are held `chunk` at a time, by default as many as fit into CHUNK_NUMBERS numbers: memory does not grow
+    with M. Of several that correlate the same the first is taken. Raises ValueError if there is none.
     """
-    pictures, others = _standardised(pictures), _standardised(others)
-    found = []
-    for first in range(0, len(pictures), chunk):
-        correlation = pictures[first : first + chunk] @ others.T
+    if chunk is None:
+        chunk = max(1, CHUNK_NUMBERS // max(len(pictures), pictures[0].numel()))
+    places = torch.arange(len(pictures))
+    pictures = _standardised(pictures)
+    best = Nearest(torch.full((len(pictures),), -torch.inf), torch.full((len(pictures),), -1))
+    remaining, first = iter(others), 0
+    while some := list(islice(remaining, chunk)):
+        correlation = pictures @ _standardised(torch.stack(some)).T
         if own is not None:
-            correlation[torch.arange(len(correlation)), own[first : first + chunk]] = -torch.inf
-        found.append(correlation.max(dim=1))
-    return Nearest(torch.cat([each.values for each in found]), torch.cat([each.indices for each in found]))
+            here = (own >= first) & (own < first + len(some))
+            correlation[places[here], own[here] - first] = -torch.inf
+        found = correlation.max(dim=1)
+        better = found.values > best.correlation
+        best = Nearest(
+            torch.where(better, found.values, best.correlation), torch.where(better, found.indices + first, best.index)
+        )
+        first += len(some)
+    if not first:
+        raise ValueError("there are no pictures among which to look for the nearest")
+    return best
 
 
 def _standardised(pictures: Tensor) -> Tensor:
