@@ -11,7 +11,7 @@ after a checkpoint was saved, so that --train.resume latest goes on.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from unet_attn.data import CaptionedImages, DataError, DataOptions, StreamedImages, open_data
 from unet_attn.inspection import describe_captions
+from unet_attn.loss_weights import NoiseUncertainty
+from unet_attn.model import TextConditionalUNet
+from unet_attn.model_card import write_model_card
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions, check_start
+from unet_attn.report import write_report
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 from unet_attn.tokenizer import train_tokenizer
-from unet_attn.training import TextConditionalUNet, Trainer
+from unet_attn.tracking import check_trackers
+from unet_attn.training import Trainer
 from unet_attn.unet import AttnUNet2D
 
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -50,7 +55,7 @@ def make_parser() -> ArgumentParser:
         help="TextEncoder, PretrainedText, or null for a model without text",
     )
     parser.add_class_arguments(
-        AttnUNet2D, "unet", skip={"sample_size", "out_channels", "context_dim", "format_version"}
+        AttnUNet2D, "unet", skip={"sample_size", "out_channels", "context_dim", "x_prediction", "format_version"}
     )
     parser.add_function_arguments(train_tokenizer, "tokenizer", skip={"captions"})
     parser.add_subclass_arguments(SchedulerMixin, "scheduler", skip={"prediction_type"})
@@ -59,8 +64,10 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def make_accelerator(output_dir: str) -> Accelerator:
+def make_accelerator(output_dir: str, trackers: Sequence[str] = ()) -> Accelerator:
     """The processes as `accelerate launch` started them, on the CPU where there is no accelerator.
+
+    trackers: where metrics go besides the run's own file, by Accelerate's names.
 
     Raises ValueError for a launch that would silently run otherwise than it was asked to.
     """
@@ -73,15 +80,20 @@ def make_accelerator(output_dir: str) -> Accelerator:
         raise ValueError("DeepSpeed is not supported: launch without --use_deepspeed")
     if int(environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) != 1:
         raise ValueError("set train.gradient_accumulation_steps rather than accelerate's --gradient_accumulation_steps")
-    if on_cpu and environment.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise ValueError("set train.compile rather than accelerate's --dynamo_backend")
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if on_cpu and precision == "fp16":
         raise ValueError("mixed precision fp16 needs a GPU: launch with --mixed_precision bf16 or no")
+    if not on_cpu and precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise ValueError("this GPU has no bf16: launch with --mixed_precision fp16 or no")
     # the launcher leaves the address of a rendezvous, yet starts one process, which then is alone
     if on_cpu and "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment:
         raise ValueError(f"accelerate launch --cpu starts one process whatever was asked for: use {TWO_ON_CPU}")
 
     accelerator = Accelerator(
         cpu=on_cpu,
-        log_with="tensorboard",
+        log_with=list(trackers),
         project_config=ProjectConfiguration(project_dir=output_dir, logging_dir=str(Path(output_dir, "logs"))),
     )
     launched = int(environment.get("WORLD_SIZE", "1"))
@@ -119,6 +131,7 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         out_channels=config.unet.in_channels,
         sample_size=config.data.resolution,
         context_dim=context_dim,
+        x_prediction=objective.x_prediction,
     )
     data = open_data(
         data_options,
@@ -132,7 +145,8 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     if has_text and not pretrained:
         torch.manual_seed(options.seed + 1)
         text_encoder = make(config.text_encoder, vocab_size=len(tokenizer), max_length=config.tokenizer.max_length)
-    return TextConditionalUNet(unet, text_encoder, tokenizer), objective, data
+    uncertainty = NoiseUncertainty() if objective.loss_weighting == "uncertainty" else None
+    return TextConditionalUNet(unet, text_encoder, tokenizer, uncertainty), objective, data
 
 
 def check_output_outside(output_dir: str, data_path: str) -> None:
@@ -184,12 +198,22 @@ def describe_model(model: nn.Module) -> str:
     return f"{trained:,} parameters to train" + (f", {frozen:,} frozen" if frozen else "")
 
 
+def describe_run(folder: Path) -> None:
+    """Write the report and the model card. The run is complete by then, whatever comes of them."""
+    try:
+        write_model_card(folder)
+        print(f"report: {write_report(folder)}")
+    except (ValueError, OSError) as error:
+        print(f"warning: the report was not written: {error}", file=sys.stderr)
+
+
 def train(arguments: list[str] | None) -> int:
     """Parse, build, train. Returns the exit code."""
     parser = make_parser()
     config = parser.parse_args(arguments)
     options = TrainOptions(**config.train.as_dict())
-    accelerator = make_accelerator(options.output_dir)
+    check_trackers(options.trackers)
+    accelerator = make_accelerator(options.output_dir, options.trackers)
     accelerator.print(describe(accelerator))
     check_output_outside(options.output_dir, config.data.path)
     resume_from = check_start(options, num_processes=accelerator.num_processes)
@@ -205,6 +229,8 @@ def train(arguments: list[str] | None) -> int:
     finished = trainer.run()
     if finished:
         accelerator.print(f"trained {trainer.step} steps; the pipeline is in {options.output_dir}")
+        if accelerator.is_main_process:
+            describe_run(Path(options.output_dir))
         return 0
     accelerator.print(f"stopped by a signal after step {trainer.step}; go on with --train.resume latest")
     return INTERRUPTED

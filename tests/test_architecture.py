@@ -21,9 +21,11 @@ DIRECTION = """
 attention <- transformer, blocks, convert, diffusers_processor
 attention <- attention_extras <- convert
 transformer, blocks <- unet, text_encoder
-transformer <- image_transformer <- judge, evaluation
+transformer <- image_transformer <- picture_model <- judge, captioner
 measures <- evaluation, judge, conditioning
-text_encoder, checkpoint, sampler, measures <- judge
+checkpoint, sampler <- picture_model
+text_encoder, measures <- judge
+transformer, measures <- captioner
 objective, sampler, pipelines <- conditioning
 faults <- metadata <- sources <- tables <- stream <- data <- inspection
 faults <- images <- data_options <- items, tables
@@ -31,15 +33,27 @@ sampler <- items <- stream
 cache, images <- checking <- data
 cache <- tables
 buckets <- data
-encodings <- training
-attention, transformer, unet, text_encoder, objective, data, tokenizer, sampler <- pipelines
+ema, encodings, pipelines <- model <- watching
+conditioning, options, tracking, checkpoint, data <- watching <- training
+clock <- training
+judge <- extractors <- feature_cache
+cache <- feature_cache
+ema, checkpoint <- posthoc <- training
+faults <- scores, report_page
+checkpoint <- run_record
+charts, run_record, scores, report_page <- report
+run_record, scores <- model_card
+flow <- unet
+flow, schedulers, loss_weights <- objective
+blocks <- loss_weights <- model
+attention, transformer, unet, text_encoder, flow, schedulers, data, tokenizer, sampler <- pipelines
 pipelines <- training, evaluation <- scripts
 ema, checkpoint, optim, tracking <- training
-checkpoint, objective, sampler <- options <- training
+checkpoint, objective, optim, sampler <- options <- training
 transformer, data <- evaluation
 """
 PACKAGE_FILES = sorted([*ROOT.glob("unet_attn/*.py"), *ROOT.glob("pipelines/*.py")])
-TORCH_ONLY = {"attention", "attention_extras", "transformer", "blocks", "image_transformer"}
+TORCH_ONLY = {"attention", "attention_extras", "transformer", "blocks", "image_transformer", "flow", "loss_weights"}
 ALL_FILES = sorted([*PACKAGE_FILES, *ROOT.glob("scripts/*.py"), *ROOT.glob("tests/*.py")])
 
 

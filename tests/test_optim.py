@@ -1,5 +1,7 @@
 """The learning rate's curve, Muon against torch's own, and the optimizer's state as tensors."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,10 @@ from unet_attn.optim import (
 )
 
 
-def curve(steps: int, **options: float) -> list[float]:
-    return [learning_rate_factor(step, (step - 1) / steps, **options) for step in range(1, steps + 1)]
+def curve(steps: int, *, schedule: str = "constant", **options: float) -> list[float]:
+    return [
+        learning_rate_factor(step, (step - 1) / steps, schedule=schedule, **options) for step in range(1, steps + 1)
+    ]
 
 
 def small_model() -> nn.Sequential:
@@ -49,7 +53,7 @@ def test_the_learning_rate_rises_stays_and_falls_to_zero_after_the_last_step() -
 
     assert got[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert got[94:] == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
-    assert learning_rate_factor(101, 1.0, warmup_steps=4, cooldown_fraction=0.05) == 0
+    assert learning_rate_factor(101, 1.0, warmup_steps=4, schedule="constant", cooldown_fraction=0.05) == 0
 
 
 def test_a_warm_up_longer_than_the_run_ends_after_a_tenth_of_it() -> None:
@@ -61,6 +65,15 @@ def test_a_warm_up_longer_than_the_run_ends_after_a_tenth_of_it() -> None:
 
 def test_without_warm_up_and_cool_down_the_rate_is_constant() -> None:
     assert curve(5, warmup_steps=0, cooldown_fraction=0.0) == [1.0] * 5
+
+
+def test_cosine_falls_from_the_warm_up_on_whatever_the_cool_down() -> None:
+    got = curve(40, schedule="cosine", warmup_steps=2, cooldown_fraction=0.5)
+
+    assert got[:2] == pytest.approx([0.5, (1 + math.cos(math.pi / 40)) / 2])
+    assert got[20] == pytest.approx(0.5)
+    assert got[30] == pytest.approx((1 - math.sqrt(0.5)) / 2)
+    assert learning_rate_factor(41, 1.0, warmup_steps=2, schedule="cosine", cooldown_fraction=0.5) == 0
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 11), (2, 11, 5), (1, 7, 7)])

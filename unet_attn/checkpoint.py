@@ -161,8 +161,8 @@ def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
             write(partial)
         except Exception as error:  # safetensors reports a full disk with an exception of its own
             raise CheckpointError(
-                f"{folder} could not be written ({error}); what it held is intact: make room on the disk and continue "
-                "with --train.resume latest"
+                f"{folder} could not be written ({error}); what it held is intact: make room on the disk and repeat "
+                "the command, a training run with --train.resume latest"
             ) from error
         for entry in sorted(partial.iterdir()):
             _replace(entry, folder / entry.name)

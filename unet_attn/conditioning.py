@@ -26,7 +26,8 @@ class ConditioningGap:
     """Unweighted mean square errors of the prediction; a gap is how much the error rises without the true caption.
 
     true, exchanged, empty: over all pictures and times; gap_exchanged, gap_empty: paired differences to `true`;
-    by_time: per kind of caption the mean at each of `times`. A model without text has `empty` alone.
+    by_time: per kind of caption the mean at each of `times`. A model without text has `empty` alone; where all captions
+    say the same none can be exchanged, and `exchanged` and its gap are None.
     """
 
     empty: Estimate
@@ -44,18 +45,20 @@ def conditioning_gap(
 ) -> ConditioningGap:
     """The losses of a model on pictures (N, C, H, W) in [-1, 1] with their N captions; see ConditioningGap.
 
-    Raises ValueError if all captions are the same, so that none can be exchanged.
+    Where all captions are the same none can be exchanged, and the figures of that kind are None.
     """
     kinds = {"empty": [""] * len(pictures)}
     if pipeline.text_encoder is not None:
-        kinds = {"true": list(captions), "exchanged": exchanged_captions(captions, seed=seed)} | kinds
+        kinds = {"true": list(captions)} | kinds
+        if len(set(captions)) > 1:
+            kinds = {"true": list(captions), "exchanged": exchanged_captions(captions, seed=seed)} | kinds
     losses = {
         kind: validation_losses(pipeline, pictures, texts, seed=seed, batch_size=batch_size)
         for kind, texts in kinds.items()
     }
 
     means = {kind: loss.mean(dim=0) for kind, loss in losses.items()}
-    gaps = {kind: means[kind] - means["true"] for kind in ("exchanged", "empty") if "true" in means}
+    gaps = {kind: means[kind] - means["true"] for kind in means if kind != "true" and "true" in means}
     estimates = {kind: mean_with_error(values, seed=seed) for kind, values in means.items()}
     gap_estimates = {kind: mean_with_error(values, seed=seed) for kind, values in gaps.items()}
     return ConditioningGap(

@@ -4,6 +4,7 @@ Found by `sources` or `tables`, checked by `checking`, decoded by `images`; here
 and handed out one place in training at a time. What is random about an item follows from the seed and its SampleKey.
 """
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from unet_attn.buckets import bucket_sizes, nearest_bucket
 from unet_attn.cache import CheckCache, Checked, stamp
 from unet_attn.checking import ReplacedPictures, check_pictures
 from unet_attn.data_options import DataOptions
-from unet_attn.faults import DataError, Fault, printable, shown, write_faults
+from unet_attn.faults import DataError, Fault, counted, printable, shown, write_faults
 from unet_attn.images import ImageError, fitted_size, load_image, resize_and_crop, to_tensor
 from unet_attn.items import collate, decode, fitted_pixels, plain_item, training_item
-from unet_attn.sampler import GlobalBatchSampler, SampleKey
+from unet_attn.sampler import GlobalBatchSampler, SampleKey, held_out
 from unet_attn.sources import Found, find_pictures
 from unet_attn.stream import StreamedImages
 from unet_attn.tables import find_rows, is_table
@@ -99,6 +100,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             raise DataError(self.no_captions())
         self.image_sizes = [checks[at].size for at in good]
         self.buckets = [nearest_bucket(size, self.sizes) for size in self.image_sizes]
+        self.held_out = held_out([self._relative(path) for path in self.paths], options.validation_share)
         held = [checks[at].pixels for at in good]
         self._pixels = None if None in held else held
 
@@ -145,7 +147,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             len(self),
             batch_size,
             self.seed,
-            buckets=self.buckets,
+            buckets=[None if out else bucket for out, bucket in zip(self.held_out, self.buckets, strict=True)],
             start_step=start_step,
             rank=rank,
             world_size=world_size,
@@ -161,10 +163,35 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         )
         return _in_plain_words(iter(loader))
 
+    @property
+    def has_held_out(self) -> bool:
+        return any(self.held_out)
+
+    def fingerprint(self) -> str:
+        """Changes with the pictures' names, shapes and captions, and with nothing else."""
+        names = [self._relative(path) for path in self.paths]
+        parts = zip(names, self.image_sizes, self.captions, strict=True)
+        return hashlib.blake2b(repr(list(parts)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    def validation_indices(self, most: int) -> list[int]:
+        """At most so many pictures of one shape, spread over those that are held out, or over all if none is.
+
+        Those with captions are preferred.
+        """
+        pool = [index for index in range(len(self)) if self.held_out[index]] or list(range(len(self)))
+        pool = [index for index in pool if self.captions[index]] or pool
+        bucket = Counter(self.buckets[index] for index in pool).most_common(1)[0][0]
+        pool = [index for index in pool if self.buckets[index] == bucket]
+        count = min(most, len(pool))
+        return [pool[place * len(pool) // count] for place in range(count)]
+
     def check_batch_size(self, batch_size: int) -> None:
         """Raises DataError if there are fewer pictures than a batch takes."""
-        if len(self) < batch_size:
-            raise DataError(f"the data set has {len(self)} pictures, fewer than train.batch_size {batch_size}")
+        usable = len(self) - sum(self.held_out)
+        if usable < batch_size:
+            less = f" ({counted(sum(self.held_out), 'picture')} held out)" if self.has_held_out else ""
+            pictures = counted(usable, "picture")
+            raise DataError(f"the data set has {pictures}{less}, fewer than train.batch_size {batch_size}")
 
     def write_faults(self, path: Path) -> None:
         """Write the list of what was skipped, a line each. Raises OSError if it cannot be written."""
@@ -226,8 +253,13 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         bucket = self.buckets[index]
         while True:
             index = (index + 1) % len(self)
-            if self.buckets[index] == bucket:
+            if self.buckets[index] == bucket and not self.held_out[index]:
                 return index
+
+    def _relative(self, path: Path) -> str:
+        """A picture's name within the data set, which does not change when the data set is moved."""
+        root = Path(self.options.path)
+        return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
 
     # what is said about it
 
@@ -237,8 +269,8 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         if not good:
             raise DataError("\n".join([f"no usable picture among the files of {where}:", *lines]))
         if self.faults and self.options.on_error == "fail":
-            plural = "s" if len(lines) > 1 else ""
-            head = f"{len(lines)} fault{plural} in {where} (on_error: skip would train on {good} pictures):"
+            usable = counted(good, "picture")
+            head = f"{counted(len(lines), 'fault')} in {where} (on_error: skip would train on {usable}):"
             raise DataError("\n".join([head, *lines]))
 
     def no_captions(self) -> str:
@@ -273,22 +305,30 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         if self._pixels is not None:
             where = f"held in memory ({sum(map(len, self._pixels)) / 2**20:.1f} MiB)"
         elif self.options.num_workers:
-            where += f" by {self.options.num_workers} workers per process"
+            where += f" by {counted(self.options.num_workers, 'worker')} per process"
         side, grey = self.options.resolution, "grey" if self.channels == 1 else "colour"
         place = shown(Path(self.options.path))
-        lines = [f"{len(self)} pictures in {place}, {side} x {side} {grey}, {where}; captions: {self.kind}"]
+        pictures = counted(len(self), "picture")
+        lines = [f"{pictures} in {place}, {side} x {side} {grey}, {where}; captions: {self.kind}"]
         if self.options.buckets:
             counts = [f"{self.sizes[bucket][0]} x {self.sizes[bucket][1]}: {n}" for bucket, n in self.bucket_counts()]
-            lines.append(f"in {len(counts)} buckets, width x height: {', '.join(counts)}")
+            lines.append(f"in {counted(len(counts), 'bucket')}, width x height: {', '.join(counts)}")
+        if self.has_held_out:
+            lines.append(f"{counted(sum(self.held_out), 'picture')} held out for validation")
         missing = sum(not variants for variants in self.captions)
         if missing and any(self.captions):
-            lines.append(f"{missing} of {len(self)} images have no caption: they train the empty caption")
+            have = "has no caption: it trains" if missing == 1 else "have no caption: they train"
+            lines.append(f"{missing} of {len(self)} images {have} the empty caption")
         enlarged = sum(
             own[0] < size[0] or own[1] < size[1]
             for own, size in zip(self.image_sizes, map(self._size, range(len(self))), strict=True)
         )
         if enlarged:
-            lines.append(f"{enlarged} pictures are smaller than they are trained, and get enlarged")
+            one, several = (
+                "picture is smaller than it is trained, and gets",
+                "pictures are smaller than they are trained, and get",
+            )
+            lines.append(f"{counted(enlarged, one, several)} enlarged")
         return lines + self.notes
 
     def bucket_counts(self) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ class DataOptions:
         text_column: of tables (metadata.jsonl, .csv, .parquet) and data sets, a caption or a list of them.
         image_column: of a data set; null = the only one that holds pictures.
         split: of a data set.
+        validation_share: part of the pictures that is never trained on, for validation; in [0, 1).
         streaming: read a data set while training instead of fetching and checking all of it before.
         on_error: fail lists every file that cannot be used and stops, skip leaves those out.
         num_workers: loader processes for sets too large for memory; as many threads check the files (at least up to 4).
@@ -42,6 +43,7 @@ class DataOptions:
     text_column: str = "text"
     image_column: str | None = None
     split: str = "train"
+    validation_share: float = 0.0
     streaming: bool = False
     on_error: Literal["fail", "skip"] = "fail"
     num_workers: int = 0
@@ -52,6 +54,10 @@ class DataOptions:
             raise ValueError(f"data.resolution must be at least 1, got {self.resolution}")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"data.caption_dropout must be in [0, 1], got {self.caption_dropout}")
+        if not 0 <= self.validation_share < 1:
+            raise ValueError(f"data.validation_share must be at least 0 and below 1, got {self.validation_share}")
+        if self.streaming and self.validation_share:
+            raise ValueError("data.validation_share needs a data set that is not streamed: set one of the two off")
         for name, value, known in (
             ("crop", self.crop, ("center", "random")),
             ("on_error", self.on_error, ("fail", "skip")),

@@ -8,10 +8,14 @@ one shape are treated in one batched product, and AdamW takes the rest within th
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from math import cos, pi
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+
+Schedule = Literal["constant", "cosine"]
 
 # The quintic of Jordan's post: its slope at 0 is as steep as it can be while singular values end between 0.7 and 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -23,15 +27,21 @@ ADAM_EPS = 1e-8
 LONGEST_WARMUP = 0.1
 
 
-def learning_rate_factor(step: int, progress: float, *, warmup_steps: int, cooldown_fraction: float) -> float:
-    """What the learning rate is multiplied by in optimizer step `step` (from 1): warm-up, constant, linear cool-down.
+def learning_rate_factor(
+    step: int, progress: float, *, warmup_steps: int, schedule: Schedule, cooldown_fraction: float
+) -> float:
+    """What the learning rate is multiplied by in optimizer step `step` (from 1): warm-up, then as `schedule` says.
 
     progress: the part of the run that lies behind when the step begins, in [0, 1], by steps or by the clock. The
-    warm-up lasts `warmup_steps`, or a tenth of a run that is too short for that; the cool-down is the last
-    `cooldown_fraction` of the run and would reach 0 in the step after the last.
+    warm-up lasts `warmup_steps`, or a tenth of a run that is too short for that. "constant" cools down linearly over
+    the last `cooldown_fraction` of the run, "cosine" (Loshchilov & Hutter 2017, eq. 5, one period) over all of it; both
+    would reach 0 in the step after the last.
     """
     warm = max(step / warmup_steps if warmup_steps else 1.0, progress / LONGEST_WARMUP)
-    cool = (1 - progress) / cooldown_fraction if cooldown_fraction else 1.0
+    if schedule == "cosine":
+        cool = (1 + cos(pi * progress)) / 2
+    else:
+        cool = (1 - progress) / cooldown_fraction if cooldown_fraction else 1.0
     return max(0.0, min(1.0, warm, cool))
 
 

@@ -9,7 +9,10 @@ from diffusers import ConfigMixin
 
 from unet_attn.checkpoint import fault, find_checkpoint, numbered, step_of
 from unet_attn.objective import Objective
+from unet_attn.optim import Schedule
 from unet_attn.sampler import micro_batch_size
+
+OBJECTIVE_KEYS = ("prediction_type", "x_prediction", "time_sampling", "logit_mean", "logit_std", "loss_weighting")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +30,21 @@ class TrainOptions:
         learning_rate: AdamW's.
         muon_learning_rate: Muon's; unused with adamw.
         warmup_steps: over which the learning rate rises; at most a tenth of the run.
-        cooldown_fraction: last part of the run, over which the learning rate falls to 0 linearly.
+        schedule: constant, with a linear cool-down to 0 at the end, or cosine, which falls from the warm-up on.
+        cooldown_fraction: last part of the run, over which a constant learning rate falls to 0.
         max_grad_norm: gradients longer than this are shortened to it.
         ema_decay: of the averaged weights, which are what is sampled and published.
+        ema_snapshot_every: steps from one snapshot for scripts/ema.py to the next, and one at the end; null = none.
         checkpoint_every: steps from one checkpoint to the next.
         keep_checkpoints: how many are kept; null = all.
         resume: latest, the path of a checkpoint, or null for a fresh run.
         sample_every: steps from one sample grid to the next, and one at the end; null = none.
         sample_prompts: what the grids show.
+        validate_every: steps from one validation to the next, and one at the end; null = none. It looks at the pictures
+            that data.validation_share holds out, or at some of those that are trained on if none are.
+        trackers: where metrics go besides logs/metrics.jsonl, any that Accelerate knows: tensorboard, wandb, ...
+        compile: let torch.compile make the networks faster, which takes a minute or more at the start.
+        gradient_checkpointing: keep fewer activations and compute them twice, to save memory.
     """
 
     output_dir: str
@@ -47,14 +57,20 @@ class TrainOptions:
     learning_rate: float = 1e-3
     muon_learning_rate: float = 0.02
     warmup_steps: int = 100
+    schedule: Schedule = "constant"
     cooldown_fraction: float = 0.3
     max_grad_norm: float = 1.0
     ema_decay: float = 0.999
+    ema_snapshot_every: int | None = None
     checkpoint_every: int = 500
     keep_checkpoints: int | None = 2
     resume: str | None = None
     sample_every: int | None = 500
     sample_prompts: tuple[str, ...] = ()
+    validate_every: int | None = 500
+    trackers: tuple[str, ...] = ("tensorboard",)
+    compile: bool = False
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if self.max_steps is None and self.max_minutes is None:
@@ -68,14 +84,17 @@ class TrainOptions:
             "muon_learning_rate",
             "max_grad_norm",
             "checkpoint_every",
+            "ema_snapshot_every",
             "keep_checkpoints",
             "sample_every",
+            "validate_every",
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"train.{name} must be above 0, got {value}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"train.warmup_steps must be at least 0, got {self.warmup_steps}")
+        for name in ("seed", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name} must be at least 0, got {getattr(self, name)}")
         if not 0 <= self.cooldown_fraction <= 1:
             raise ValueError(f"train.cooldown_fraction must be in [0, 1], got {self.cooldown_fraction}")
         if not 0 <= self.ema_decay < 1:
@@ -112,10 +131,8 @@ def fixed_settings(
         settings |= {f"text_encoder.{key}": value for key, value in text_encoder.config.items()}
     settings["scheduler"] = type(objective.scheduler).__name__
     settings |= {f"scheduler.{key}": value for key, value in objective.scheduler.config.items()}
-    settings |= {
-        f"objective.{key}": getattr(objective, key) for key in ("prediction_type", "time_sampling", "loss_weighting")
-    }
-    settings |= {f"train.{key}": getattr(options, key) for key in ("batch_size", "optimizer", "seed")}
+    settings |= {f"objective.{key}": getattr(objective, key) for key in OBJECTIVE_KEYS}
+    settings |= {f"train.{key}": getattr(options, key) for key in ("batch_size", "optimizer", "schedule", "seed")}
     # keys of diffusers itself begin with an underscore; through JSON tuples become lists, as a checkpoint has them
     return json.loads(json.dumps({key: value for key, value in settings.items() if "._" not in key}, default=str))
 

@@ -62,6 +62,18 @@ def stratified_uniform(seed: int, step: int, batch_size: int) -> Tensor:
     return ((interval + within) / batch_size).float().clamp(max=largest)
 
 
+def held_out(names: Sequence[str], share: float) -> list[bool]:
+    """Which of the pictures are held out: about `share` of them, each by its own name alone.
+
+    So pictures that are added later, or another seed, do not move a picture from one side to the other.
+    """
+
+    def part(name: str) -> float:
+        return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()) / 2**64
+
+    return [part(name) < share for name in names]
+
+
 def micro_batch_size(batch_size: int, *, world_size: int, accumulation: int) -> int:
     """How many samples of a global batch a process takes at once. Raises ValueError if they do not split evenly."""
     parts = world_size * accumulation
@@ -85,10 +97,10 @@ class GlobalBatchSampler:
     """Lay an endless shuffled stream of pictures out over steps, processes and micro-batches.
 
     The stream is epoch after epoch; step s takes its samples (s - 1) * batch_size to s * batch_size, so the tail of an
-    epoch is filled from the next one and no picture is dropped. With `buckets`, the bucket number of each picture, all
-    pictures of a step are of one bucket: each bucket is such a stream of its own, and an epoch holds the steps of all
-    in random order. Iterating gives one list of keys per micro-batch of process `rank`, for ever. Resuming is
-    `start_step`, the first step to come.
+    epoch is filled from the next one and no picture is dropped. With `buckets`, the bucket number of each picture
+    (None: held out, never drawn), all pictures of a step are of one bucket: each bucket is such a stream of its own,
+    and an epoch holds the steps of all in random order. Iterating gives one list of keys per micro-batch of process
+    `rank`, for ever. Resuming is `start_step`, the first step to come.
 
     Give it to a DataLoader as `batch_sampler`; nothing else (Accelerate above all) may shard it again.
     Raises ValueError if `size` is 0 or `batch_size` does not split evenly over processes and micro-batches.
@@ -100,24 +112,25 @@ class GlobalBatchSampler:
         batch_size: int,
         seed: int,
         *,
-        buckets: Sequence[int] | None = None,
+        buckets: Sequence[int | None] | None = None,
         start_step: int = 1,
         rank: int = 0,
         world_size: int = 1,
         accumulation: int = 1,
     ) -> None:
-        if size < 1:
-            raise ValueError("the data set is empty: there is nothing to order")
         if buckets is not None and len(buckets) != size:
             raise ValueError(f"there are {len(buckets)} bucket numbers for {size} pictures")
         self.micro_batch_size = micro_batch_size(batch_size, world_size=world_size, accumulation=accumulation)
         self.members: dict[int, list[int]] = {}
         for index, bucket in enumerate(buckets or [0] * size):
-            self.members.setdefault(bucket, []).append(index)
+            if bucket is not None:
+                self.members.setdefault(bucket, []).append(index)
+        if not self.members:
+            raise ValueError("the data set is empty: there is nothing to order")
         # memos of what was drawn last, on which nothing depends but speed
         self._orders: dict[int, dict[int, list[int]]] = {}
         self._planned: tuple[int, list[int]] = (-1, [])
-        self.size = size
+        self.size = sum(map(len, self.members.values()))
         self.batch_size = batch_size
         self.seed = seed
         self.start_step = start_step

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unet_attn.data_options import DataOptions
-from unet_attn.faults import DataError, Fault, printable
+from unet_attn.faults import DataError, Fault, counted, printable
 from unet_attn.items import collate, decode, fitted_pixels, training_item
 from unet_attn.metadata import captions_of
 from unet_attn.sampler import ORDER, GlobalBatchSampler, SampleKey, derived_seed
@@ -47,10 +47,22 @@ class StreamedImages:
         if require_captions and not self.captions:
             raise DataError(f"none of the first {len(first)} rows of {options.path} has a caption; {self._why()}")
 
+    has_held_out = False
+
+    def fingerprint(self) -> str:
+        """The name of the stream: what it will hold is not known."""
+        return self.options.path
+
+    def validation_indices(self, most: int) -> list[int]:
+        """None: a stream is not looked up by number, so there is no validation on it."""
+        return []
+
     def check_batch_size(self, batch_size: int) -> None:
         """Raises DataError if there are fewer pictures than a batch takes."""
         if self.size is not None and self.size < batch_size:
-            raise DataError(f"the data set has {self.size} pictures, fewer than train.batch_size {batch_size}")
+            raise DataError(
+                f"the data set has {counted(self.size, 'picture')}, fewer than train.batch_size {batch_size}"
+            )
 
     def name(self, index: int) -> str:
         """What messages call sample number `index`."""
@@ -59,7 +71,7 @@ class StreamedImages:
     def summary(self) -> str:
         """What is known of the stream, for the start of a run."""
         side, grey = self.options.resolution, "grey" if self.channels == 1 else "colour"
-        count = f"{self.size} pictures" if self.size is not None else f"more than {LOOKED_AT} pictures"
+        count = counted(self.size, "picture") if self.size is not None else f"more than {LOOKED_AT} pictures"
         known = "" if self.size is not None else f", of which the tokenizer sees the first {LOOKED_AT}"
         return (
             f"{count} streamed from {self.options.path}, {side} x {side} {grey}, none checked before training; "

@@ -2,16 +2,20 @@
 
 import json
 import math
+import resource
 import signal
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from time import monotonic
 from types import FrameType, TracebackType
-from typing import TextIO
+from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm import tqdm
 
 METRICS = "metrics.jsonl"
@@ -22,11 +26,21 @@ FIRST_TIMED, ESTIMATE_AFTER = 3, 20
 class RunLog:
     """Writes a line of metrics per optimizer step and keeps the progress bar; does nothing but on the main process.
 
-    folder: `logs` of the run. step: the last finished step, above 0 when the run is resumed: lines of later steps, from
-    beyond the checkpoint, are dropped. progress: the part of the run that is done, in [0, 1].
+    folder: `logs` of the run, whose name the trackers show. step: the last finished step, above 0 when the run is
+    resumed: lines of later steps, from beyond the checkpoint, are dropped. progress: the part of the run that is done,
+    in [0, 1]. config: what the trackers show of the run's settings.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator, *, step: int, progress: float, batch_size: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        accelerator: Accelerator,
+        *,
+        step: int,
+        progress: float,
+        batch_size: int,
+        config: Mapping[str, Any],
+    ) -> None:
         self.active = accelerator.is_main_process
         self.accelerator = accelerator
         self.batch_size = batch_size
@@ -37,8 +51,10 @@ class RunLog:
         if not self.active:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = _open_metrics(folder / METRICS, last_step=step)
-        accelerator.init_trackers("tensorboard")
+        drop_later_lines(folder / METRICS, last_step=step)
+        self.file = (folder / METRICS).open("a", encoding="utf-8")
+        plain = {name: value if isinstance(value, (int, float)) else str(value) for name, value in config.items()}
+        accelerator.init_trackers(folder.resolve().parent.name, config=plain)
         self.bar = tqdm(
             total=1.0,
             initial=progress,
@@ -47,14 +63,14 @@ class RunLog:
             disable=None,
         )
 
-    def step(self, values: dict[str, float], *, step: int, progress: float) -> None:
-        """Record one optimizer step. values: by name; one that is not finite is written as null."""
+    def step(self, values: dict[str, float | list[float]], *, step: int, progress: float) -> None:
+        """Record one optimizer step. values: by name; what is not finite is written as null."""
         if not self.active:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite = {name: _finite(value) for name, value in values.items()}
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
         self.file.flush()
-        self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
+        self.track(finite, step=step)
 
         speed = values["pictures_per_second"]
         self.shown_speed = speed if not self.shown_speed else 0.9 * self.shown_speed + 0.1 * speed
@@ -63,6 +79,15 @@ class RunLog:
         )
         self.bar.update(progress - self.bar.n)
         self._estimate(step, progress)
+
+    def track(self, values: Mapping[str, float | list[float | None] | None], *, step: int) -> None:
+        """Give values to the trackers alone; those of a list are named by their place, None is left out."""
+        if not self.active:
+            return
+        flat = {name: value for name, value in values.items() if not isinstance(value, list)}
+        lists = {name: value for name, value in values.items() if isinstance(value, list)}
+        flat |= {f"{name}/{place}": value for name, each in lists.items() for place, value in enumerate(each)}
+        self.accelerator.log({name: value for name, value in flat.items() if value is not None}, step=step)
 
     def say(self, text: str) -> None:
         """Print a line without breaking the progress bar."""
@@ -100,21 +125,48 @@ class RunLog:
         )
 
 
-def _open_metrics(path: Path, *, last_step: int) -> TextIO:
-    """Open the file for appending, without the lines beyond `last_step` and without a line that was left unfinished."""
-    kept = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            try:
-                known = line.endswith("\n") and json.loads(line)["step"] <= last_step
-            except (ValueError, KeyError):
-                known = False
-            if known:
-                kept.append(line)
+def drop_later_lines(path: Path, *, last_step: int) -> None:
+    """Take from a file of JSON lines those beyond `last_step` and one that was left unfinished, if there are any."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) is not None and _step_of(line) <= last_step]
+    if kept != lines:
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(path)
-    return path.open("a", encoding="utf-8")
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory that this process has held, in GiB: of the GPU if it trains on one, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ValueError for a tracker that Accelerate does not know, or whose package is missing: it would be silent."""
+    known = {str(name) for name in LOGGER_TYPE_TO_CLASS}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"train.trackers must be among {', '.join(sorted(known))}, got {name!r}")
+        if name not in {str(found) for found in get_available_trackers()}:
+            raise ValueError(f"train.trackers has {name!r}, which is not installed: pip install {name}")
+
+
+def _finite(value: float | list[float]) -> float | list[float | None] | None:
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if math.isfinite(value) else None
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a whole line; None for one that is torn or says none."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class StopRequest:

@@ -7,20 +7,19 @@ small vector: the loss, the main process' progress, whether a signal asked to st
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
 
-from unet_attn.checkpoint import load_checkpoint, replace_files, save_checkpoint
+from unet_attn.checkpoint import load_checkpoint, save_checkpoint
+from unet_attn.clock import RunClock
 from unet_attn.data import CaptionedImages, ReplacedPictures, StreamedImages
 from unet_attn.ema import ExponentialMovingAverage, trainable
-from unet_attn.encodings import RememberedEncodings
+from unet_attn.loss_weights import uncertain_loss
+from unet_attn.model import TextConditionalUNet
 from unet_attn.objective import Objective
 from unet_attn.optim import (
     build_optimizer,
@@ -31,53 +30,25 @@ from unet_attn.optim import (
     set_learning_rate,
 )
 from unet_attn.options import TrainOptions, fixed_settings
-from unet_attn.pipelines.grid import picture_grid
-from unet_attn.pipelines.text_to_image import TextToImagePipeline, encode_captions
+from unet_attn.posthoc import TRACKED, PowerFunctionEMA, drop_snapshots, write_snapshot
 from unet_attn.sampler import (
     MODULE_DROPOUT,
     batch_noise,
     derived_seed,
     stratified_uniform,
 )
-from unet_attn.tracking import RunLog, StopRequest
-from unet_attn.unet import AttnUNet2D
+from unet_attn.tracking import RunLog, StopRequest, peak_memory
+from unet_attn.watching import Watcher
 
 # Convolutions are faster so on CPUs and GPUs alike; one place, for measuring the other.
 MEMORY_FORMAT = torch.channels_last
-SAMPLE_STEPS = 25
-SAMPLE_GUIDANCE = 3.0
-SAMPLE_COLUMNS = 4
 MOST_SKIPS = 10
 MOST_NAMES = 8
+NOISE_LEVELS = 8  # equal parts of the times from clean to noise, by which the loss is told
 
 
 class TrainingDiverged(ValueError):
     """Too many steps in a row had a loss or gradient that was not finite."""
-
-
-class TextConditionalUNet(nn.Module):
-    """What is trained, as one module: the U-Net and, if there is text, the encoder that conditions it."""
-
-    def __init__(
-        self,
-        unet: AttnUNet2D,
-        text_encoder: nn.Module | None = None,
-        tokenizer: PreTrainedTokenizerFast | None = None,
-    ) -> None:
-        super().__init__()
-        self.unet = unet
-        self.text_encoder = text_encoder
-        self.tokenizer = tokenizer
-        self.encode = partial(encode_captions, tokenizer=tokenizer, text_encoder=text_encoder)
-        if text_encoder is not None and not trainable(text_encoder):
-            self.encode = RememberedEncodings(self.encode)
-
-    def forward(self, sample: Tensor, timestep: Tensor, captions: list[str]) -> Tensor:
-        """sample: (B, C, H, W); timestep: (B,); captions: B strings, unused without text. Returns the prediction."""
-        if self.text_encoder is None:
-            return self.unet(sample, timestep).sample
-        states, mask = self.encode(captions)
-        return self.unet(sample, timestep, states, mask).sample
 
 
 class Trainer:
@@ -99,8 +70,7 @@ class Trainer:
         resume_from: Path | None = None,
     ) -> None:
         data.check_batch_size(options.batch_size)
-        if options.sample_prompts and model.text_encoder is None:
-            raise ValueError("train.sample_prompts need a text_encoder, and this model has none")
+        objective.check_model(model.unet, model.uncertainty)
         self.model = model.to(memory_format=MEMORY_FORMAT).train()
         self.objective, self.data, self.options, self.accelerator = objective, data, options, accelerator
         self.folder, self.config = Path(options.output_dir), config
@@ -115,21 +85,18 @@ class Trainer:
         )
         self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
         self.ema = ExponentialMovingAverage(model, options.ema_decay)
-
-        # a model without text shows what it has to show
-        self.pictures_in_grid = len(options.sample_prompts) if model.text_encoder is not None else 2 * SAMPLE_COLUMNS
+        self.tracks = PowerFunctionEMA(model, TRACKED if options.ema_snapshot_every else ())
+        self.watcher = Watcher(model, self.ema, objective, data, options, accelerator)
+        self._speed_up()
 
         self.step = 0
-        self.seconds_before = 0.0  # what earlier sessions of this run took
-        self.started: float | None = None
+        self.clock = RunClock(max_steps=options.max_steps, max_minutes=options.max_minutes)
         self.skipped_in_row = 0
         self.stop_request = StopRequest()
         self.agreed_to_stop = False
         self.replaced_pictures, self.replaced_in_step = ReplacedPictures(), 0
-        # how long a step, a save and a sample grid took, so that a run by the clock can end on time
-        self.step_seconds, self.save_seconds = 0.0, 1.0
-        self.sample_seconds: float | None = None
         self.saved_step: int | None = None
+        self.data_then: str | None = None  # the data set of the checkpoint
         self.fixed = fixed_settings(options, model.unet, model.text_encoder, objective)
         if resume_from is not None:
             self._load(resume_from)
@@ -137,8 +104,10 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the end. Returns False if a signal ended the run early; its checkpoint is then saved."""
-        self.started = monotonic()
+        self.clock.start()
         self._open_folder()
+        if self.data_then not in (None, self.data.fingerprint()):
+            self.log.warn("the data set is not what it was when the run was left: it goes on with what is there now")
         self.batches = self._batches()
         with self.stop_request:
             try:
@@ -146,7 +115,7 @@ class Trainer:
                     self.log.say(f"already at {self.step} steps: nothing is left to train")
                 while self.progress < 1 and not self.agreed_to_stop:
                     self._train_step()
-                    self._save_and_sample()
+                    self._save_and_look()
                 if not self.agreed_to_stop:
                     self._finish()
             finally:
@@ -157,34 +126,42 @@ class Trainer:
     # one optimizer step
 
     def _train_step(self) -> None:
-        began = monotonic()
         self.step += 1
         options = self.options
-        shape = {"warmup_steps": options.warmup_steps, "cooldown_fraction": options.cooldown_fraction}
-        factor = learning_rate_factor(self.step, self.progress, **shape)
+        factor = learning_rate_factor(
+            self.step,
+            self.progress,
+            warmup_steps=options.warmup_steps,
+            schedule=options.schedule,
+            cooldown_fraction=options.cooldown_fraction,
+        )
         set_learning_rate(self.optimizer, factor)
 
-        losses, indices = self._accumulate_gradients()
-        norm = float(self.accelerator.clip_grad_norm_(self.parameters.values(), options.max_grad_norm))
-        loss = self._agree(float(losses.double().mean()))
+        with self.clock.timed("step"):
+            losses, levels, indices = self._accumulate_gradients()
+            norm = float(self.accelerator.clip_grad_norm_(self.parameters.values(), options.max_grad_norm))
+            loss, loss_by_noise = self._agree(losses, levels)
 
-        finite = torch.isfinite(torch.tensor([loss, norm])).all().item()
-        if finite or self.accelerator.scaler is not None:  # the scaler has to see an overflow to lower its scale
-            self.optimizer.step()
-        if finite:
-            self.ema.update(self.model)
-            self.skipped_in_row = 0
-        else:
-            self._report_skip(losses, indices)
-        self.optimizer.zero_grad(set_to_none=True)
+            finite = torch.isfinite(torch.tensor([loss, norm])).all().item()
+            if finite or self.accelerator.scaler is not None:  # the scaler has to see an overflow to lower its scale
+                self.optimizer.step()
+            if finite:
+                self.ema.update(self.model)
+                self.tracks.update(self.model)
+                self.skipped_in_row = 0
+            else:
+                self._report_skip(losses, indices)
+            self.optimizer.zero_grad(set_to_none=True)
 
-        self.step_seconds = monotonic() - began
         values = {
             "loss": loss,
             "lr": factor * options.learning_rate,
             "pictures_seen": self.step * options.batch_size,
             "grad_norm": norm,
-            "pictures_per_second": options.batch_size / self.step_seconds,
+            "pictures_per_second": options.batch_size / self.clock.durations["step"],
+            "data_wait": self.data_wait,
+            "memory_gib": peak_memory(self.accelerator.device),
+            "loss_by_noise": loss_by_noise,
         }
         self.log.step(values, step=self.step, progress=self.progress)
         if self.skipped_in_row >= MOST_SKIPS:
@@ -193,26 +170,34 @@ class Trainer:
                 "lower train.learning_rate; the last good checkpoint is kept"
             )
 
-    def _accumulate_gradients(self) -> tuple[Tensor, Tensor]:
-        """Backward through this process' micro-batches. Returns its samples' losses (b,) and data indices (b,)."""
+    def _accumulate_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Backward through this process' micro-batches.
+
+        Returns its samples' losses (b,), their noise levels (b,) in [0, 1) and their data indices (b,).
+        """
         uniform = stratified_uniform(self.options.seed, self.step, self.options.batch_size)
-        losses, indices = [], []
+        losses, levels, indices = [], [], []
         count = self.options.gradient_accumulation_steps
+        self.data_wait = 0.0
         for micro in range(count):
-            batch = next(self.batches)
+            with self.clock.timed("data"):
+                batch = next(self.batches)
+            self.data_wait += self.clock.durations["data"]
             # gradients are exchanged once, with the window's last micro-batch
             with nullcontext() if micro == count - 1 else self.accelerator.no_sync(self.wrapped):
-                loss = self._losses(batch, micro, uniform)
-                self.accelerator.backward(loss.mean() / count)
+                loss, level, log_variance = self._losses(batch, micro, uniform)
+                minimized = loss if log_variance is None else uncertain_loss(loss, log_variance)
+                self.accelerator.backward(minimized.mean() / count)
             for message in batch["replaced"]:
                 self.log.warn(f"step {self.step}: a picture that cannot be read any more is replaced: {message}")
             self.replaced_in_step += len(batch["replaced"])
             losses.append(loss.detach())
+            levels.append(level)
             indices.append(batch["index"])
-        return torch.cat(losses), torch.cat(indices)
+        return torch.cat(losses), torch.cat(levels), torch.cat(indices)
 
-    def _losses(self, batch: Mapping[str, Any], micro: int, uniform: Tensor) -> Tensor:
-        """The loss of each sample of a micro-batch, (b,)."""
+    def _losses(self, batch: Mapping[str, Any], micro: int, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The loss of each sample of a micro-batch (b,), its noise level (b,) in [0, 1) and its log variance (b,)."""
         seed, device, positions = self.options.seed, self.accelerator.device, [key.position for key in batch["key"]]
         clean = batch["image"].to(device)
         noise = batch_noise(seed, self.step, positions, clean.shape[1:]).to(device)
@@ -220,45 +205,48 @@ class Trainer:
         noisy = self.objective.add_noise(clean, noise, t).to(memory_format=MEMORY_FORMAT)
         # dropout inside modules draws from the ambient generator: set it, so that a resumed run draws the same
         torch.manual_seed(derived_seed(seed, MODULE_DROPOUT, self.step, micro, self.accelerator.process_index))
-        prediction = self.wrapped(noisy, self.objective.model_timestep(t), batch["caption"])
-        return self.objective.loss(prediction, clean, noise, t)
+        prediction, log_variance = self.wrapped(noisy, self.objective.model_timestep(t), batch["caption"])
+        level = t if self.objective.is_flow else t / self.objective.num_train_timesteps
+        return self.objective.loss(prediction, clean, noise, t), level, log_variance
 
-    def _agree(self, loss: float) -> float:
-        """Share the loss, the main process' progress and any signal between the processes. Returns the mean loss."""
+    def _agree(self, losses: Tensor, levels: Tensor) -> tuple[float, list[float]]:
+        """Share the losses, the main process' progress and any signal between the processes.
+
+        Returns the mean loss, and that of each of NOISE_LEVELS parts of the times (not a number where no sample fell).
+        """
         accelerator = self.accelerator
         progress = self._progress() if accelerator.is_main_process else 0.0
+        losses, part = losses.double().cpu(), (levels * NOISE_LEVELS).long().cpu()
+        sums = torch.zeros(NOISE_LEVELS, dtype=torch.float64).index_add_(0, part, losses)
+        counts = torch.bincount(part, minlength=NOISE_LEVELS)
+        told = [float(losses.mean()) / accelerator.num_processes, progress]
+        told += [float(self.stop_request.made), self.replaced_in_step, *sums.tolist(), *counts.tolist()]
+
         dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-        parts = [loss / accelerator.num_processes, progress, float(self.stop_request.made), self.replaced_in_step]
-        shared = accelerator.reduce(torch.tensor(parts, dtype=dtype, device=accelerator.device), reduction="sum")
-        loss, self.progress, stop, replaced = shared.tolist()
+        shared = accelerator.reduce(torch.tensor(told, dtype=dtype, device=accelerator.device), reduction="sum").cpu()
+        loss, self.progress, stop, replaced = shared[:4].tolist()
         self.replaced_pictures.add(round(replaced), self.options.batch_size)  # all processes stop at the same step
         self.replaced_in_step = 0
         self.agreed_to_stop = stop > 0
-        return loss
+        return loss, (shared[4 : 4 + NOISE_LEVELS] / shared[4 + NOISE_LEVELS :]).tolist()
 
     def _progress(self) -> float:
-        """The part of the run that is done, in [0, 1]: by steps or by the clock, whichever is further."""
-        options, parts = self.options, []
-        if options.max_steps is not None:
-            parts.append(self.step / options.max_steps)
-        if options.max_minutes is not None:
-            limit = 60 * options.max_minutes
-            budget = max(limit / 2, limit - self.save_seconds - self._sample_seconds())  # time to end in
-            # a further step that would end later than it should begin is not begun
-            parts.append((self._seconds() + self.step_seconds / 2) / budget)
-        return min(1.0, max(parts))
+        """The part of the run that is done, in [0, 1]; a run by the clock leaves time for its last save and looks."""
+        at_end = self.clock.durations.get("save", 1.0) + sum(map(self._look_seconds, self._looks()))
+        return self.clock.progress(self.step, seconds_at_end=at_end)
 
-    def _sample_seconds(self) -> float:
-        """How long the grid at the end will take: as the last one did, or by the cost of a training step before."""
-        if not self.options.sample_every:
-            return 0.0
-        if self.sample_seconds is not None:
-            return self.sample_seconds
-        forwards = 2 * SAMPLE_STEPS * self.pictures_in_grid  # two each for guidance; a training step costs three
-        return forwards * self.step_seconds / (3 * self.options.batch_size) * self.accelerator.num_processes
+    def _looks(self) -> list[str]:
+        """The kinds of look that this run takes: grids, validation, or both."""
+        every = {"sample": self.options.sample_every, "validate": self.options.validate_every}
+        return [look for look, steps in every.items() if steps]
 
-    def _seconds(self) -> float:
-        return self.seconds_before + (0.0 if self.started is None else monotonic() - self.started)
+    def _look_seconds(self, look: str) -> float:
+        """How long a look takes: as the last one did, or by the cost of a training step before."""
+        if look in self.clock.durations:
+            return self.clock.durations[look]
+        # a training step costs three passes per picture; looks are the main process' alone
+        pictures = 3 * self.options.batch_size / self.accelerator.num_processes
+        return self.watcher.passes(look) * self.clock.durations.get("step", 0.0) / pictures
 
     def _report_skip(self, losses: Tensor, indices: Tensor) -> None:
         self.skipped_in_row += 1
@@ -271,51 +259,73 @@ class Trainer:
         what = "loss" if bad else "gradient"
         self.log.warn(f"step {self.step} is skipped: its {what} is not finite; pictures: {names}{more}")
 
-    # what is kept
+    # what is kept and looked at
 
-    def _save_and_sample(self) -> None:
-        options = self.options
-        if self.step % options.checkpoint_every == 0 or self.agreed_to_stop:
+    def _save_and_look(self) -> None:
+        # before the checkpoint: a kill between the two leaves a snapshot too many, which resuming makes again
+        if self.options.ema_snapshot_every and self.step % self.options.ema_snapshot_every == 0:
+            self._snapshot()
+        if self.step % self.options.checkpoint_every == 0 or self.agreed_to_stop:
             self._save()
-        if options.sample_every and self.step % options.sample_every == 0 and self.progress < 1:
-            self._sample()
+        if self.progress < 1:
+            self._look(self.step)
 
     def _finish(self) -> None:
-        if self.saved_step == self.step:
-            self._save_pipeline()
-        else:
+        if self.options.ema_snapshot_every and self.step % self.options.ema_snapshot_every:
+            self._snapshot()
+        if self.saved_step != self.step:
             self._save()
-        if self.options.sample_every:
-            self._sample()
+        elif self.accelerator.is_main_process:
+            self.watcher.publish()
+        self._look(0)
+
+    def _snapshot(self) -> None:
+        """Keep the averages from which scripts/ema.py makes one of another length."""
+        if self.accelerator.is_main_process:
+            with self.clock.timed("save"):
+                write_snapshot(self.folder, self.step, self.tracks)
+
+    def _look(self, step: int) -> None:
+        """Take the looks that are due at `step`; at 0 all are. The main process' work."""
+        options = self.options
+        if not self.accelerator.is_main_process:
+            return
+        if options.sample_every and step % options.sample_every == 0:
+            with self.clock.timed("sample"):
+                self.watcher.sample(self.step)
+        if options.validate_every and step % options.validate_every == 0:
+            with self.clock.timed("validate"):
+                self.log.track(self.watcher.validate(self.step), step=self.step)
 
     def _save(self) -> None:
         """Write a checkpoint and publish the pipeline, from the main process; the others meet it in the next step."""
         self.saved_step = self.step
         if not self.accelerator.is_main_process:
             return
-        began = monotonic()
         scaler, tokenizer = self.accelerator.scaler, self.model.tokenizer
-        save_checkpoint(
-            self.folder / "checkpoints",
-            self.step,
-            tensors={
-                "model": self.parameters,
-                "ema": self.ema.averages,
-                "optimizer": optimizer_tensors(self.optimizer, self.parameters),
-            },
-            state={
-                "seconds": self._seconds(),
-                "durations": [self.step_seconds, self.save_seconds, self.sample_seconds],
-                "ema_updates": self.ema.updates,
-                "skipped_in_row": self.skipped_in_row,
-                "scaler": None if scaler is None else scaler.state_dict(),
-                "fixed": self.fixed,
-            },
-            keep=self.options.keep_checkpoints,
-            write_more=None if tokenizer is None else lambda folder: tokenizer.save_pretrained(folder / "tokenizer"),
-        )
-        self._save_pipeline()
-        self.save_seconds = monotonic() - began
+        with self.clock.timed("save"):
+            save_checkpoint(
+                self.folder / "checkpoints",
+                self.step,
+                tensors={
+                    "model": self.parameters,
+                    "ema": self.ema.averages,
+                    "optimizer": optimizer_tensors(self.optimizer, self.parameters),
+                    **self.tracks.tensors(),
+                },
+                state={
+                    "seconds": self.clock.seconds(),
+                    "durations": self.clock.durations,
+                    "ema_updates": self.ema.updates,
+                    "skipped_in_row": self.skipped_in_row,
+                    "scaler": None if scaler is None else scaler.state_dict(),
+                    "fixed": self.fixed,
+                    "data": self.data.fingerprint(),
+                },
+                keep=self.options.keep_checkpoints,
+                write_more=None if tokenizer is None else lambda into: tokenizer.save_pretrained(into / "tokenizer"),
+            )
+            self.watcher.publish()
 
     def _load(self, path: Path) -> None:
         """Go on from a checkpoint. Raises ValueError naming the first setting that is not what it was saved with."""
@@ -330,52 +340,22 @@ class Trainer:
                 raise ValueError(f"checkpoint {path} has no weights for {name!r}")
             parameter.data.copy_(checkpoint.tensors["model"][name])
         self.ema.load(checkpoint.tensors["ema"], updates=state["ema_updates"])
+        self.tracks.load(checkpoint.tensors, updates=state["ema_updates"])
         load_optimizer_tensors(self.optimizer, self.parameters, checkpoint.tensors["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step = self.saved_step = state["step"]
-        self.step_seconds, self.save_seconds, self.sample_seconds = state["durations"]
-        self.seconds_before, self.skipped_in_row = state["seconds"], state["skipped_in_row"]
-
-    def _pipeline(self) -> TextToImagePipeline:
-        text = {"text_encoder": self.model.text_encoder, "tokenizer": self.model.tokenizer}
-        return TextToImagePipeline(self.model.unet, self.objective.sampling_scheduler(), **text)
-
-    def _save_pipeline(self) -> None:
-        """Publish the averaged weights as a pipeline: the run folder is what `from_pretrained` takes."""
-        if self.accelerator.is_main_process:
-            with self.ema.swapped(self.model):
-                replace_files(self.folder, self._pipeline().save_pretrained)
-
-    def _sample(self) -> None:
-        """Draw a grid with the averaged weights; picture n has seed `seed` + n, as in scripts/sample.py."""
-        if not self.accelerator.is_main_process or not self.pictures_in_grid:
-            return
-        began = monotonic()
-        seeds = [self.options.seed + n for n in range(self.pictures_in_grid)]
-        prompts = list(self.options.sample_prompts)
-        with self.ema.swapped(self.model), self.accelerator.autocast():
-            pipeline = self._pipeline()
-            pipeline.set_progress_bar_config(disable=True)
-            images = pipeline(
-                prompts or None,
-                num_images_per_prompt=len(seeds) // max(1, len(prompts)),
-                num_inference_steps=min(SAMPLE_STEPS, self.objective.num_train_timesteps),
-                guidance_scale=SAMPLE_GUIDANCE,
-                generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-            ).images
-        folder = self.folder / "samples"
-        folder.mkdir(exist_ok=True)
-        captions = prompts or [f"seed {seed}" for seed in seeds]
-        picture_grid(images, captions, columns=SAMPLE_COLUMNS).save(folder / f"step-{self.step:06d}.png")
-        self.sample_seconds = monotonic() - began
+        self.clock.seconds_before, self.clock.durations = state["seconds"], state["durations"]
+        self.skipped_in_row, self.data_then = state["skipped_in_row"], state["data"]
 
     # around the loop
 
     def _open_folder(self) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.yaml").write_text(self.config, encoding="utf-8")
+            drop_snapshots(self.folder, after=self.step)
+            self._keep_config()
+            (self.folder / "data.txt").write_text(self.data.summary() + "\n", encoding="utf-8")
             if self.data.faults:
                 self.data.write_faults(self.folder / "skipped.tsv")
         self.log = RunLog(
@@ -384,7 +364,28 @@ class Trainer:
             step=self.step,
             progress=self.progress,
             batch_size=self.options.batch_size,
+            config=self.fixed,
         )
+
+    def _keep_config(self) -> None:
+        """Write config.yaml; one of an earlier session that said something else stays beside it."""
+
+        def settings(text: str) -> list[str]:
+            return [line for line in text.splitlines() if not line.lstrip().startswith("resume:")]
+
+        path = self.folder / "config.yaml"
+        if path.exists() and settings(path.read_text(encoding="utf-8")) != settings(self.config):
+            path.replace(self.folder / f"config-until-step-{self.step:06d}.yaml")
+        path.write_text(self.config, encoding="utf-8")
+
+    def _speed_up(self) -> None:
+        """What changes how fast or how lean a step is, and not what it computes."""
+        networks = [self.model.unet] if self.model.text_encoder is None else [self.model.unet, self.model.text_encoder]
+        if self.options.gradient_checkpointing:
+            self.model.unet.enable_gradient_checkpointing()
+        if self.options.compile:
+            for network in networks:
+                network.compile()  # in place: names in checkpoints stay what they are
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         return self.data.batches(

@@ -1,0 +1,123 @@
+"""Looking at a run as it goes: grids of fixed prompts, validation, and the pipeline that the run publishes.
+
+All of it sees the averaged weights and changes nothing in the training: what is random comes from generators of its
+own, and live weights and modes return, even after an error. It is the main process' work; the others meet it in the
+next step.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from unet_attn.checkpoint import replace_files
+from unet_attn.conditioning import TIMES, conditioning_gap
+from unet_attn.data import CaptionedImages, StreamedImages
+from unet_attn.ema import ExponentialMovingAverage
+from unet_attn.model import TextConditionalUNet
+from unet_attn.objective import Objective
+from unet_attn.options import TrainOptions
+from unet_attn.pipelines.grid import picture_grid
+from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.tracking import drop_later_lines
+
+GRID_STEPS = 25
+GRID_GUIDANCE = 3.0
+GRID_COLUMNS = 4
+MOST_VALIDATED = 128  # pictures: each takes fifteen passes through the network
+VALIDATION = "validation.jsonl"
+
+
+class Watcher:
+    """Draws, validates and publishes what the averaged weights of `model` can do.
+
+    Raises ValueError if prompts are to be drawn by a model without text, or there is nothing to validate on.
+    """
+
+    def __init__(
+        self,
+        model: TextConditionalUNet,
+        ema: ExponentialMovingAverage,
+        objective: Objective,
+        data: CaptionedImages | StreamedImages,
+        options: TrainOptions,
+        accelerator: Accelerator,
+    ) -> None:
+        has_text = model.text_encoder is not None
+        if options.sample_prompts and not has_text:
+            raise ValueError("train.sample_prompts need a text_encoder, and this model has none")
+        self.model, self.ema, self.objective = model, ema, objective
+        self.data, self.options, self.accelerator = data, options, accelerator
+        self.folder = Path(options.output_dir)
+        # a model without text shows what it has to show
+        self.pictures_in_grid = len(options.sample_prompts) if has_text else 2 * GRID_COLUMNS
+        self.validated = data.validation_indices(MOST_VALIDATED) if options.validate_every else []
+
+    def passes(self, look: str) -> int:
+        """How many pictures go forward through the network in a look, "sample" or "validate"."""
+        if look == "sample":
+            return 2 * GRID_STEPS * self.pictures_in_grid  # two each for guidance
+        kinds = 1 if self.model.text_encoder is None else 3
+        return kinds * len(TIMES) * len(self.validated)
+
+    def publish(self) -> None:
+        """Write the pipeline: the run folder is what `from_pretrained` takes."""
+        with self._pipeline() as pipeline:
+            replace_files(self.folder, pipeline.save_pretrained)
+
+    def sample(self, step: int) -> None:
+        """Draw a grid; picture n has seed `seed` + n, as in scripts/sample.py."""
+        if not self.pictures_in_grid:
+            return
+        seeds = [self.options.seed + n for n in range(self.pictures_in_grid)]
+        prompts = list(self.options.sample_prompts)
+        with self._pipeline() as pipeline, self.accelerator.autocast():
+            pipeline.set_progress_bar_config(disable=True)
+            images = pipeline(
+                prompts or None,
+                num_images_per_prompt=len(seeds) // max(1, len(prompts)),
+                num_inference_steps=min(GRID_STEPS, self.objective.num_train_timesteps),
+                guidance_scale=GRID_GUIDANCE,
+                generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+            ).images
+        folder = self.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        captions = prompts or [f"seed {seed}" for seed in seeds]
+        picture_grid(images, captions, columns=GRID_COLUMNS).save(folder / f"step-{step:06d}.png")
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Losses at fixed noise and times with true, exchanged and empty captions: a line of validation.jsonl.
+
+        Returns the figures for the trackers, by name.
+        """
+        items = [self.data[index] for index in self.validated]
+        pictures, captions = [item["image"] for item in items], [item["caption"] for item in items]
+        with self._pipeline() as pipeline, self.accelerator.autocast():
+            gap = conditioning_gap(pipeline, torch.stack(pictures), captions, seed=self.options.seed)
+        path = self.folder / "logs" / VALIDATION
+        drop_later_lines(path, last_step=step - 1)
+        found = {name: _plain(value) for name, value in vars(gap).items()}
+        line = {"step": step, "held_out": self.data.has_held_out, **found}
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+        return {
+            f"validation/{name}": value["value"]
+            for name, value in line.items()
+            if isinstance(value, dict) and "value" in value
+        }
+
+    @contextmanager
+    def _pipeline(self) -> Iterator[TextToImagePipeline]:
+        """The pipeline of the averaged weights."""
+        text = {"text_encoder": self.model.text_encoder, "tokenizer": self.model.tokenizer}
+        with self.ema.swapped(self.model):
+            yield TextToImagePipeline(self.model.unet, self.objective.sampling_scheduler(), **text)
+
+
+def _plain(value: Any) -> Any:
+    """An estimate as JSON has it."""
+    return value._asdict() if hasattr(value, "_asdict") else value
