@@ -35,7 +35,7 @@ from unet_attn.report import write_report
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 from unet_attn.tokenizer import train_tokenizer
 from unet_attn.tracking import check_trackers
-from unet_attn.training import Trainer
+from unet_attn.training import Trainer, TrainingDiverged
 from unet_attn.unet import AttnUNet2D
 
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -74,8 +74,12 @@ def make_accelerator(output_dir: str, trackers: Sequence[str] = ()) -> Accelerat
     environment = os.environ
     on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
     if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        where = "on a CPU, where Accelerate would silently run DDP" if on_cpu else "yet"
-        raise ValueError(f"FSDP is not supported {where}: launch without --use_fsdp")
+        if on_cpu:
+            raise ValueError(
+                "FSDP is not supported on a CPU, where Accelerate would silently run DDP: launch without --use_fsdp"
+            )
+        if environment.get("FSDP_VERSION") != "2":
+            raise ValueError("of FSDP only version 2 is supported: launch with configs/accelerate/fsdp2.yaml")
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         raise ValueError("DeepSpeed is not supported: launch without --use_deepspeed")
     if int(environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) != 1:
@@ -226,7 +230,12 @@ def train(arguments: list[str] | None) -> int:
     accelerator.print(describe_model(model))
     text = parser.dump(config, skip_unset=False)
     trainer = Trainer(model, objective, data, options, accelerator, config=text, resume_from=resume_from)
-    finished = trainer.run()
+    try:
+        finished = trainer.run()
+    except (ValueError, OSError) as error:
+        if not accelerator.is_main_process and not isinstance(error, TrainingDiverged):  # which all processes notice
+            print(f"error: process {accelerator.process_index}: {' '.join(str(error).split())}", file=sys.stderr)
+        raise
     if finished:
         accelerator.print(f"trained {trainer.step} steps; the pipeline is in {options.output_dir}")
         if accelerator.is_main_process:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from unet_attn.sharding import clean_name, copy_whole
+
 
 def ema_decay(decay: float, updates: int) -> float:
     """The decay of the next update when `updates` were made before: short at first, so that early noise is forgotten.
@@ -55,7 +57,7 @@ class ExponentialMovingAverage:
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that training changes, by name: what is optimized, averaged and checkpointed."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {clean_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def float_copies(model: nn.Module) -> dict[str, Tensor]:
@@ -75,7 +77,7 @@ def load_averages(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
             raise ValueError(
                 f"the saved EMA of {name!r} has shape {tuple(saved[name].shape)}, the model's is {tuple(target.shape)}"
             )
-    _copy_into(targets, saved)
+    copy_whole(targets, saved)
 
 
 @torch.no_grad()

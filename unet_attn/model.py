@@ -45,3 +45,11 @@ class TextConditionalUNet(nn.Module):
             return self.unet(sample, timestep).sample, log_variance
         states, mask = self.encode(captions)
         return self.unet(sample, timestep, states, mask).sample, log_variance
+
+    def speed_up(self, *, compile: bool, checkpointing: bool) -> None:
+        """Change how fast or how lean a pass is, and not what it computes."""
+        if checkpointing:
+            self.unet.enable_gradient_checkpointing()
+        if compile:
+            for network in filter(None, (self.unet, self.text_encoder)):
+                network.compile()  # in place: names in checkpoints stay what they are

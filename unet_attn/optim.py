@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from unet_attn.sharding import sharded_like, whole
+
 Schedule = Literal["constant", "cosine"]
 
 # The quintic of Jordan's post: its slope at 0 is as steep as it can be while singular values end between 0.7 and 1.2.
@@ -113,7 +115,7 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(self, parameters: list[nn.Parameter], lr: float) -> None:
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
-            by_shape[parameter.shape[0], parameter[0].numel()].append(parameter)
+            by_shape[parameter.shape[0], parameter.numel() // parameter.shape[0]].append(parameter)
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
@@ -122,10 +124,11 @@ class Muon(torch.optim.Optimizer):
             momenta = [self.state[parameter]["momentum_buffer"] for parameter in alike]
             torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
             nesterov = torch._foreach_lerp(gradients, momenta, MOMENTUM)
-            updates = newton_schulz(torch.stack([update.reshape(rows, columns) for update in nesterov]))
+            # a sharded matrix is put together for this, and every process keeps its slice of the outcome
+            updates = newton_schulz(torch.stack([whole(update).reshape(rows, columns) for update in nesterov]))
             scale = lr * max(1.0, rows / columns) ** 0.5
             for parameter, update in zip(alike, updates, strict=True):
-                parameter.add_(update.reshape(parameter.shape), alpha=-scale)
+                parameter.add_(sharded_like(update.reshape(parameter.shape), parameter), alpha=-scale)
 
     def _step_others(self, parameters: list[nn.Parameter], lr: float) -> None:
         for parameter in parameters:
@@ -220,12 +223,16 @@ def load_optimizer_tensors(
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, value in tensors.items():
         name, _, entry = key.rpartition(" ")
-        # in the parameter's memory layout, as the optimizer would have made it
+        # in the parameter's memory layout and slices, as the optimizer would have made it
         like = value.ndim > 0 and name in parameters
-        states[name][entry] = torch.empty_like(parameters[name], requires_grad=False).copy_(value) if like else value
+        states[name][entry] = _copy_like(value, parameters[name]) if like else value
     names = {id(parameter): name for name, parameter in parameters.items()}
     # torch numbers the parameters through the groups in order
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     described = optimizer.state_dict()
     described["state"] = {number: states[name] for number, name in enumerate(order) if name in states}
     optimizer.load_state_dict(described)
+
+
+def _copy_like(value: Tensor, parameter: Tensor) -> Tensor:
+    return torch.empty_like(parameter, requires_grad=False).copy_(sharded_like(value, parameter))

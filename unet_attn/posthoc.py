@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from unet_attn.checkpoint import STATE, load_checkpoint, numbered, save_checkpoint, step_of
 from unet_attn.ema import float_copies, load_averages, trainable
+from unet_attn.sharding import gathered
 
 TRACKED = (0.05, 0.10)  # as in the paper: powers 16.97 and 6.94
 LONGEST = 0.28  # 1 / sqrt(12) = 0.289 is the plain mean of all steps
@@ -86,13 +87,15 @@ class PowerFunctionEMA:
 # snapshots
 
 
-def write_snapshot(run: Path, step: int, ema: PowerFunctionEMA) -> Path:
-    """Write the averages into `run`, complete or not at all. To be called by one process only.
+def write_snapshot(run: Path, step: int, ema: PowerFunctionEMA, *, is_main: bool = True) -> None:
+    """Write the averages into `run`, complete or not at all. All processes call it and the main one alone writes.
 
     Raises CheckpointError when the disk refuses.
     """
     state = {"updates": ema.updates, "lengths": list(ema.averages)}
-    return save_checkpoint(run / SNAPSHOTS, step, tensors=ema.tensors(), state=state)
+    tensors = {name: gathered(averages, keep=is_main) for name, averages in ema.tensors().items()}
+    if is_main:
+        save_checkpoint(run / SNAPSHOTS, step, tensors=tensors, state=state)
 
 
 def drop_snapshots(run: Path, *, after: int) -> None:

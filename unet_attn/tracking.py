@@ -137,6 +137,20 @@ def drop_later_lines(path: Path, *, last_step: int) -> None:
         partial.replace(path)
 
 
+def keep_config(folder: Path, text: str, *, step: int) -> None:
+    """Write config.yaml; one of an earlier session, up to `step`, that said something else stays beside it."""
+
+    def settings(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not line.lstrip().startswith("resume:")]
+
+    path = folder / "config.yaml"
+    if path.exists() and settings(path.read_text(encoding="utf-8")) != settings(text):
+        path.replace(folder / f"config-until-step-{step:06d}.yaml")
+    partial = folder / ".config.yaml.partial"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
 def peak_memory(device: torch.device) -> float:
     """The most memory that this process has held, in GiB: of the GPU if it trains on one, else resident."""
     if device.type == "cuda":

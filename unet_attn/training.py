@@ -37,7 +37,8 @@ from unet_attn.sampler import (
     derived_seed,
     stratified_uniform,
 )
-from unet_attn.tracking import RunLog, StopRequest, peak_memory
+from unet_attn.sharding import OnePiece, copy_whole, gathered, whole
+from unet_attn.tracking import RunLog, StopRequest, keep_config, peak_memory
 from unet_attn.watching import Watcher
 
 # Convolutions are faster so on CPUs and GPUs alike; one place, for measuring the other.
@@ -71,23 +72,27 @@ class Trainer:
     ) -> None:
         data.check_batch_size(options.batch_size)
         objective.check_model(model.unet, model.uncertainty)
-        self.model = model.to(memory_format=MEMORY_FORMAT).train()
+        self.model = model.train()
+        self.one_piece = OnePiece(model, accelerator) if accelerator.is_fsdp2 else None
+        if self.one_piece is None:
+            model.to(memory_format=MEMORY_FORMAT)  # fully_shard refuses it
         self.objective, self.data, self.options, self.accelerator = objective, data, options, accelerator
         self.folder, self.config = Path(options.output_dir), config
 
-        self.parameters = trainable(model)
         optimizer = build_optimizer(
-            self.parameters,
+            trainable(model),
             options.optimizer,
             learning_rate=options.learning_rate,
             muon_learning_rate=options.muon_learning_rate,
             matrices=hidden_matrices(model, ends=(model.unet.conv_in, model.unet.conv_out)),
         )
         self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        self.parameters = trainable(model)  # FSDP has put others in the place of those before
         self.ema = ExponentialMovingAverage(model, options.ema_decay)
         self.tracks = PowerFunctionEMA(model, TRACKED if options.ema_snapshot_every else ())
-        self.watcher = Watcher(model, self.ema, objective, data, options, accelerator)
-        self._speed_up()
+        seen = (model, self.ema) if self.one_piece is None else (self.one_piece.model, self.one_piece)
+        self.watcher = Watcher(*seen, objective, data, options, accelerator)
+        model.speed_up(compile=options.compile, checkpointing=options.gradient_checkpointing)
 
         self.step = 0
         self.clock = RunClock(max_steps=options.max_steps, max_minutes=options.max_minutes)
@@ -113,6 +118,8 @@ class Trainer:
             try:
                 if self.progress >= 1:
                     self.log.say(f"already at {self.step} steps: nothing is left to train")
+                elif self.step:
+                    self._look(self.step)  # a kill may have come between the checkpoint and this
                 while self.progress < 1 and not self.agreed_to_stop:
                     self._train_step()
                     self._save_and_look()
@@ -139,7 +146,7 @@ class Trainer:
 
         with self.clock.timed("step"):
             losses, levels, indices = self._accumulate_gradients()
-            norm = float(self.accelerator.clip_grad_norm_(self.parameters.values(), options.max_grad_norm))
+            norm = float(whole(self.accelerator.clip_grad_norm_(self.parameters.values(), options.max_grad_norm)))
             loss, loss_by_noise = self._agree(losses, levels)
 
             finite = torch.isfinite(torch.tensor([loss, norm])).all().item()
@@ -235,10 +242,10 @@ class Trainer:
         at_end = self.clock.durations.get("save", 1.0) + sum(map(self._look_seconds, self._looks()))
         return self.clock.progress(self.step, seconds_at_end=at_end)
 
-    def _looks(self) -> list[str]:
-        """The kinds of look that this run takes: grids, validation, or both."""
+    def _looks(self) -> dict[str, int]:
+        """The kinds of look that this run takes, grids, validation, or both, and every how many steps."""
         every = {"sample": self.options.sample_every, "validate": self.options.validate_every}
-        return [look for look, steps in every.items() if steps]
+        return {look: steps for look, steps in every.items() if steps}
 
     def _look_seconds(self, look: str) -> float:
         """How long a look takes: as the last one did, or by the cost of a training step before."""
@@ -267,7 +274,7 @@ class Trainer:
             self._snapshot()
         if self.step % self.options.checkpoint_every == 0 or self.agreed_to_stop:
             self._save()
-        if self.progress < 1:
+        if self.progress < 1 and not self.agreed_to_stop:  # a look that is left out here is taken when the run goes on
             self._look(self.step)
 
     def _finish(self) -> None:
@@ -275,57 +282,70 @@ class Trainer:
             self._snapshot()
         if self.saved_step != self.step:
             self._save()
-        elif self.accelerator.is_main_process:
-            self.watcher.publish()
+        else:
+            self._publish()
         self._look(0)
 
     def _snapshot(self) -> None:
         """Keep the averages from which scripts/ema.py makes one of another length."""
+        with self.clock.timed("save"):
+            write_snapshot(self.folder, self.step, self.tracks, is_main=self.accelerator.is_main_process)
+
+    def _publish(self) -> None:
+        """Publish the pipeline, from the main process; all have to call it."""
+        if self.one_piece is not None:
+            self.one_piece.take(self.ema.averages)
         if self.accelerator.is_main_process:
-            with self.clock.timed("save"):
-                write_snapshot(self.folder, self.step, self.tracks)
+            self.watcher.publish()
 
     def _look(self, step: int) -> None:
         """Take the looks that are due at `step`; at 0 all are. The main process' work."""
-        options = self.options
+        due = [look for look, steps in self._looks().items() if step % steps == 0]
+        if due and self.one_piece is not None:
+            self.one_piece.take(self.ema.averages)
         if not self.accelerator.is_main_process:
             return
-        if options.sample_every and step % options.sample_every == 0:
+        if "sample" in due:
             with self.clock.timed("sample"):
                 self.watcher.sample(self.step)
-        if options.validate_every and step % options.validate_every == 0:
+        if "validate" in due:
             with self.clock.timed("validate"):
                 self.log.track(self.watcher.validate(self.step), step=self.step)
 
     def _save(self) -> None:
-        """Write a checkpoint and publish the pipeline, from the main process; the others meet it in the next step."""
+        """Write a checkpoint and publish the pipeline. All have to call it; the main process alone writes."""
         self.saved_step = self.step
-        if not self.accelerator.is_main_process:
-            return
-        scaler, tokenizer = self.accelerator.scaler, self.model.tokenizer
+        tensors = {
+            "model": self.parameters,
+            "ema": self.ema.averages,
+            "optimizer": optimizer_tensors(self.optimizer, self.parameters),
+            **self.tracks.tensors(),
+        }
+        is_main = self.accelerator.is_main_process
         with self.clock.timed("save"):
-            save_checkpoint(
-                self.folder / "checkpoints",
-                self.step,
-                tensors={
-                    "model": self.parameters,
-                    "ema": self.ema.averages,
-                    "optimizer": optimizer_tensors(self.optimizer, self.parameters),
-                    **self.tracks.tensors(),
-                },
-                state={
-                    "seconds": self.clock.seconds(),
-                    "durations": self.clock.durations,
-                    "ema_updates": self.ema.updates,
-                    "skipped_in_row": self.skipped_in_row,
-                    "scaler": None if scaler is None else scaler.state_dict(),
-                    "fixed": self.fixed,
-                    "data": self.data.fingerprint(),
-                },
-                keep=self.options.keep_checkpoints,
-                write_more=None if tokenizer is None else lambda into: tokenizer.save_pretrained(into / "tokenizer"),
-            )
-            self.watcher.publish()
+            whole_tensors = {kind: gathered(group, keep=is_main) for kind, group in tensors.items()}
+            if is_main:
+                self._write_checkpoint(whole_tensors)
+            self._publish()
+
+    def _write_checkpoint(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        scaler, tokenizer = self.accelerator.scaler, self.model.tokenizer
+        save_checkpoint(
+            self.folder / "checkpoints",
+            self.step,
+            tensors=tensors,
+            state={
+                "seconds": self.clock.seconds(),
+                "durations": self.clock.durations,
+                "ema_updates": self.ema.updates,
+                "skipped_in_row": self.skipped_in_row,
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "fixed": self.fixed,
+                "data": self.data.fingerprint(),
+            },
+            keep=self.options.keep_checkpoints,
+            write_more=None if tokenizer is None else lambda into: tokenizer.save_pretrained(into / "tokenizer"),
+        )
 
     def _load(self, path: Path) -> None:
         """Go on from a checkpoint. Raises ValueError naming the first setting that is not what it was saved with."""
@@ -335,10 +355,10 @@ class Trainer:
             was, is_now = state["fixed"].get(key), now.get(key)
             if was != is_now:
                 raise ValueError(f"checkpoint {path} was trained with {key} {was}, but it is {is_now} now")
-        for name, parameter in self.parameters.items():
+        for name in self.parameters:
             if name not in checkpoint.tensors["model"]:
                 raise ValueError(f"checkpoint {path} has no weights for {name!r}")
-            parameter.data.copy_(checkpoint.tensors["model"][name])
+        copy_whole(self.parameters, checkpoint.tensors["model"])
         self.ema.load(checkpoint.tensors["ema"], updates=state["ema_updates"])
         self.tracks.load(checkpoint.tensors, updates=state["ema_updates"])
         load_optimizer_tensors(self.optimizer, self.parameters, checkpoint.tensors["optimizer"])
@@ -354,7 +374,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             drop_snapshots(self.folder, after=self.step)
-            self._keep_config()
+            keep_config(self.folder, self.config, step=self.step)
             (self.folder / "data.txt").write_text(self.data.summary() + "\n", encoding="utf-8")
             if self.data.faults:
                 self.data.write_faults(self.folder / "skipped.tsv")
@@ -366,26 +386,6 @@ class Trainer:
             batch_size=self.options.batch_size,
             config=self.fixed,
         )
-
-    def _keep_config(self) -> None:
-        """Write config.yaml; one of an earlier session that said something else stays beside it."""
-
-        def settings(text: str) -> list[str]:
-            return [line for line in text.splitlines() if not line.lstrip().startswith("resume:")]
-
-        path = self.folder / "config.yaml"
-        if path.exists() and settings(path.read_text(encoding="utf-8")) != settings(self.config):
-            path.replace(self.folder / f"config-until-step-{self.step:06d}.yaml")
-        path.write_text(self.config, encoding="utf-8")
-
-    def _speed_up(self) -> None:
-        """What changes how fast or how lean a step is, and not what it computes."""
-        networks = [self.model.unet] if self.model.text_encoder is None else [self.model.unet, self.model.text_encoder]
-        if self.options.gradient_checkpointing:
-            self.model.unet.enable_gradient_checkpointing()
-        if self.options.compile:
-            for network in networks:
-                network.compile()  # in place: names in checkpoints stay what they are
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         return self.data.batches(
