@@ -1,6 +1,7 @@
 # make quickstart   virtual environment, data set, a short CPU training, a grid of sampled pictures
 # make test         the tests that every change must pass
 # make check-slow   the tests that take minutes
+# make torture      a small run killed at 100 random moments, compared with one that was not
 # make fuzz         10,000 mutated pictures, captions and metadata files
 # make lint         style
 
@@ -19,7 +20,7 @@ INSTALLED := $(VENV)/.installed-from-pyproject
 LAUNCH ?= $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $$(getconf _NPROCESSORS_ONLN)
 
-.PHONY: install test check-slow fuzz quickstart lint
+.PHONY: install test check-slow torture fuzz quickstart lint
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -37,6 +38,9 @@ test: $(INSTALLED)
 # pytest answers 5 when nothing is marked, which is no failure.
 check-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+torture: $(INSTALLED)
+	$(BIN)/python tests/torture.py --kills 100 --minutes 20
 
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz.py --cases 10000
