@@ -15,6 +15,7 @@ from torchmetrics.image.kid import KernelInceptionDistance
 
 from unet_attn.data import to_tensor
 from unet_attn.measures import frechet_error, kernel_error, precision_and_recall
+from unet_attn.pipelines.guidance import PLAIN_GUIDANCE, Guidance
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.sampler import epoch_order
 
@@ -66,6 +67,7 @@ def sample_pictures(
     seed: int,
     num_inference_steps: int,
     guidance_scale: float,
+    guidance: Guidance = PLAIN_GUIDANCE,
     batch_size: int = 64,
 ) -> Iterator[Tensor]:
     """One picture (C, H, W) per caption, rounded to 8 bits and in [-1, 1] again, as it would come from its file.
@@ -81,6 +83,7 @@ def sample_pictures(
             num_images_per_prompt=len(batch) if unconditional else 1,
             num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale,
+            guidance=guidance,
             generator=[torch.Generator().manual_seed(seed + first + n) for n in range(len(batch))],
         ).images
         yield from (to_tensor(picture) for picture in pictures)
