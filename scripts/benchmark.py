@@ -1,6 +1,6 @@
 """Measure this project on this machine, side by side with what it is compared to.
 
-    python scripts/benchmark.py attention | import | train | data | sample [--help]
+    python scripts/benchmark.py attention | import | train | data | sample | quality [--help]
 
 Ratios of runs in one process are what carries over to another machine; milliseconds are not.
 """
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import _data_wait
+import _quality
 import torch
 from _attention import add_arguments
 from _measure import ProductRecorder, describe_machine, resident_mib, seconds
@@ -57,6 +58,9 @@ def main() -> int:
     sample.add_argument("--guidance_scale", type=float, default=3.0)
     sample.add_argument("--repeats", type=int, default=5)
     sample.set_defaults(run=benchmark_sample)
+
+    quality = commands.add_parser("quality", help="pictures after equal minutes of training, ours and other projects'")
+    _quality.add_arguments(quality, config=QUICKSTART)
 
     options = parser.parse_args()
     if options.threads is not None:
@@ -155,7 +159,8 @@ def benchmark_train(options: argparse.Namespace) -> None:
 def random_pipeline(options: argparse.Namespace) -> "TextToImagePipeline":
     with TemporaryDirectory() as name:
         data = made_up_pictures(Path(name) / "data", 256)
-        return trainer_for(arguments_for(options.config, data, Path(name) / "run"))._pipeline()
+        with trainer_for(arguments_for(options.config, data, Path(name) / "run")).watcher._pipeline() as pipeline:
+            return pipeline
 
 
 def benchmark_sample(options: argparse.Namespace) -> None:

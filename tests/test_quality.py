@@ -1,0 +1,352 @@
+"""benchmark.py quality: the peers learn and draw, the clock stands while they draw, and what is left behind."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from PIL import Image
+from torch.testing import assert_close
+
+from unet_attn import clock as clock_module
+from unet_attn import extractors
+from unet_attn.clock import RunClock
+from unet_attn.data import CaptionedImages, DataOptions
+from unet_attn.judge import Judge, JudgeFeatures, JudgeSize
+from unet_attn.tokenizer import train_tokenizer
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+WORDS = ("Arrow:", "cloud", "file")
+COUNT = 101  # pictures, and captions, of which a judge needs 100
+TINY = """
+data: {path: none, resolution: 8, caption_dropout: 0.1}
+text_encoder: {class_path: unet_attn.text_encoder.TextEncoder, init_args: {dim: 8, depth: 1, heads: 2}}
+tokenizer: {vocab_size: 300, max_length: 8}
+unet: {in_channels: 1, block_channels: [8], layers_per_block: 1, attention_levels: [], dim_head: 4, patch_size: 4}
+scheduler: {class_path: diffusers.FlowMatchEulerDiscreteScheduler, init_args: {}}
+objective: {prediction_type: flow}
+train: {output_dir: none, batch_size: 11, optimizer: adamw}
+"""
+JUDGE = JudgeSize(
+    image_size=8, channels=1, patch_size=4, dim=8, depth=1, heads=2, text_dim=8, text_depth=1, embedding_dim=8
+)
+MINUTES = 0.05
+TICK = 0.02  # seconds that pass whenever the clock is read
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A script's module by name; its imports are paid for once."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return import_module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """COUNT grey pictures of 8 px, each with a caption of its own, and TINY as tiny.yaml beside them."""
+    root = tmp_path_factory.mktemp("quality")
+    data = root / "data"
+    data.mkdir()
+    pixels = torch.randint(0, 256, (COUNT, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for number, picture in enumerate(pixels):
+        Image.fromarray(picture.numpy()).save(data / f"{number:03}.png")
+    rows = [{"file_name": f"{n:03}.png", "text": f"{WORDS[n % 3]} {n}"} for n in range(COUNT)]
+    (data / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (root / "tiny.yaml").write_text(TINY, encoding="utf-8")
+    torch.manual_seed(0)
+    judge = Judge(JUDGE, train_tokenizer(["arrow cloud file 0 1 2"], vocab_size=300, max_length=11))
+    judge.record = {"held_out_agreement": 0.625}
+    judge.save(root / "judge")
+    return root
+
+
+def pictures(folder: Path) -> CaptionedImages:
+    return CaptionedImages(DataOptions(path=str(folder / "data"), resolution=8, caption_dropout=0.5), channels=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ the peers
+
+
+def test_a_class_is_the_first_word_or_the_name_of_a_folder(
+    scripts: Callable[[str], ModuleType], folder: Path, tmp_path: Path
+) -> None:
+    peer = scripts("_peer")
+    for name in ("red_panda", "red_fox"):
+        (tmp_path / name).mkdir()
+        Image.new("L", (8, 8)).save(tmp_path / name / "0.png")
+
+    words = peer.Classes(pictures(folder))
+    folders = peer.Classes(CaptionedImages(DataOptions(path=str(tmp_path), resolution=8), channels=1))
+
+    assert words.names == ["arrow", "cloud", "file"] and words.of[:5].tolist() == [0, 1, 2, 0, 1]
+    assert sorted(folders.names) == ["red fox", "red panda"] and sorted(folders.of.tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["ddpm-s", "unet2d-s", "unet2d-text-s"])
+def test_a_peer_learns_and_draws_from_its_average(
+    scripts: Callable[[str], ModuleType], folder: Path, name: str
+) -> None:
+    peer_module, peers = scripts("_peer"), scripts("_peers")
+    data = pictures(folder)
+    torch.manual_seed(0)
+    peer = peers.make_peer(name, data)
+    before = [parameter.clone() for parameter in peer.parameters]
+    batch = next(data.batches(7))
+
+    times = peer_module.choose_layout(peer, batch, repeats=2)
+    unchanged = [parameter.equal(was) for parameter, was in zip(peer.parameters, before, strict=True)]
+    peer.start()
+    losses = []
+    for step in range(3):
+        torch.manual_seed(1)  # the same noise and times, so that the losses can be compared
+        losses.append(peer.loss(batch).item())
+        peer.step(batch, step / 3)
+    live = [parameter.clone() for parameter in peer.parameters]
+
+    assert set(times) == {"contiguous", "channels_last"} and peer.layout in times and all(unchanged)
+    assert peer.steps == 3 and losses[2] < losses[0]
+    asked = peer_module.Asked([data.captions[n][0] for n in range(5)], peer.classes.of[:5])
+    for sampler in peer.recipe.samplers.values():
+        drawn = []
+        for _ in range(2):
+            torch.manual_seed(2)
+            drawn.append(peer.sample(asked, sampler._replace(steps=2)))
+        assert drawn[0].shape == (5, 1, 8, 8) and torch.isfinite(drawn[0]).all()
+        assert_close(drawn[0], drawn[1])
+    # the averaged weights were only borrowed
+    assert all(parameter.equal(was) for parameter, was in zip(peer.parameters, live, strict=True))
+
+
+def test_guidance_changes_what_a_class_peer_draws(scripts: Callable[[str], ModuleType], folder: Path) -> None:
+    data = pictures(folder)
+    torch.manual_seed(0)
+    peer = scripts("_peers").make_peer("unet2d-s", data)
+    peer.start()
+    asked = scripts("_peer").Asked(["cloud", "file"], torch.tensor([1, 2]))
+    drawn = {}
+    for guidance in (1.0, 3.0):
+        torch.manual_seed(0)
+        drawn[guidance] = peer.sample(asked, peer.recipe.samplers["main"]._replace(steps=2, guidance=guidance))
+
+    assert not drawn[1.0].equal(drawn[3.0])
+    # a caption that was dropped is the class of none, whatever the picture's own
+    conditions = [peer.condition(asked._replace(captions=captions)) for captions in (["", "x"], ["x", ""])]
+    assert [each["class_labels"].tolist() for each in conditions] == [[3, 2], [1, 3]]
+
+
+# ------------------------------------------------------------------------------------------------------------ the clock
+
+
+def test_the_clock_stands_while_pictures_are_drawn(
+    scripts: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    entry, peer = scripts("_quality_entry"), scripts("_peer")
+    now = [100.0]
+    monkeypatch.setattr(clock_module, "monotonic", lambda: now[0])
+    monkeypatch.setattr(entry, "monotonic", lambda: now[0])
+    task = entry.Task("ddpm", "", "", 1.0, [0.25, 0.5, 1.0], list(range(67)), 65, 5, None)
+    asked = peer.Asked(["a"] * 67, torch.zeros(67, dtype=torch.int64))
+    samplers = {"main": peer.Sampler("x", 2, 3.0), "fast": peer.Sampler("x", 1, 3.0)}
+    takes = entry.Takes(task, tmp_path, asked, samplers)
+    drawn = []
+
+    def draw(asked: object, sampler: object, seed: int) -> torch.Tensor:
+        now[0] += 1000.0
+        drawn.append((len(asked.captions), sampler.steps, seed))
+        return torch.zeros(len(asked.captions), 1, 2, 2)
+
+    clock = RunClock(max_steps=None, max_minutes=1.0)
+    clock.start()
+    for step in range(1, 7):
+        now[0] += 10.0
+        takes.look(clock, step, draw)
+    takes.last(clock, 6, draw)
+
+    assert clock.seconds() == 60.0
+    assert [(take["moment"], take["minutes"], take["step"], take["pictures"]) for take in takes.taken] == [
+        (0.25, pytest.approx(20 / 60), 2, 65),
+        (0.5, 0.5, 3, 65),
+        (1.0, 1.0, 6, 67),
+        (1.0, 1.0, 6, 67),
+    ]
+    assert drawn[:2] == [(64, 2, 5), (1, 2, 69)] and drawn[-2:] == [(64, 1, 5), (3, 1, 69)]
+    assert takes.taken[-1]["pictures_per_second"] == 67 / 2000 and takes.training_mib > 0
+
+
+# ------------------------------------------------------------------------------------------------------------ the whole
+
+
+@pytest.fixture
+def quality(scripts: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., int]:
+    """The command in this process, and its entries too: tiny networks, features and samplers, and a clock of ticks."""
+    benchmark, module, entry, peers = (scripts(name) for name in ("benchmark", "_quality", "_quality_entry", "_peers"))
+    monkeypatch.setitem(peers.LUCIDRAINS, "ddpm-s", {"dim": 8, "dim_mults": (1, 2)})
+    recipe = peers._LUCIDRAINS_EXAMPLE
+    few = {name: sampler._replace(steps=2) for name, sampler in recipe.samplers.items()}
+    monkeypatch.setattr(peers, "_LUCIDRAINS_EXAMPLE", replace(recipe, samplers=few))
+    monkeypatch.setattr(entry, "OUR_SAMPLERS", {name: s._replace(steps=2) for name, s in entry.OUR_SAMPLERS.items()})
+
+    features = JudgeFeatures(Judge.load(folder / "judge"))
+    monkeypatch.setitem(extractors.EXTRACTORS, "efficientnet", lambda given: extractors.Extractor(features, "tiny"))
+    ticks = count()
+    for reader in (clock_module, entry):
+        monkeypatch.setattr(reader, "monotonic", lambda: TICK * next(ticks))
+
+    def run_here(command: list[object], *, log: Path) -> int:
+        log.write_text("", encoding="utf-8")
+        entry.run(Path(str(command[-1])))
+        return 0
+
+    monkeypatch.setattr(module, "run_alone", run_here)
+
+    def run(*arguments: str | Path) -> int:
+        fixed = ["benchmark.py", "quality", "--data.path", folder / "data", "--config", folder / "tiny.yaml"]
+        fixed += ["--minutes", MINUTES, "--num_pictures", 67, "--num_between", 64]
+        monkeypatch.setattr(sys, "argv", [str(part) for part in [*fixed, *arguments]])
+        return benchmark.main()
+
+    return run
+
+
+def test_two_entries_have_the_same_time_and_are_scored_the_same_way(
+    quality: Callable[..., int], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+
+    assert quality("--entries", "ours", "ddpm-s", "--judge", folder / "judge", "--out", out) == 0
+
+    printed = capsys.readouterr().out
+    for name in ("ours", "ddpm-s"):
+        result = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
+        step = result["training_seconds"] / result["steps"]
+        reserve = {"ours": 1.0, "ddpm-s": 0.0}[name]  # for saving the run, before it is known how long that takes
+        assert -reserve - step <= result["training_seconds"] - 60 * MINUTES <= step and step < 0.5
+        assert result["pictures_seen"] == result["steps"] * {"ours": 11, "ddpm-s": 32}[name]
+        assert result["pictures_per_second"] == pytest.approx(result["pictures_seen"] / result["training_seconds"])
+        assert 0 < result["mib"]["training"] <= result["mib"]["with_sampling"]
+        taken = [(take["moment"], take["sampler"], take["pictures"]) for take in result["takes"]]
+        assert taken[-3:] == [(1.0, kind, 67) for kind in ("main", "fast", "unguided")]
+        assert taken[:-3] == [(0.25, "main", 64), (0.5, "main", 64)]
+        assert result["takes"][0]["minutes"] == pytest.approx(0.25 * MINUTES, abs=1.5 * step / 60)
+        for take in result["takes"]:
+            assert take["frechet"] > 0 and take["kid_error"] > 0 and take["sampled_pictures"] == take["pictures"]
+            assert 0 <= take["agreement"]["value"] <= 1 and take["agreement"]["chance"] == 0.01
+            assert take["class_agreement"]["chance"] == pytest.approx(1 / 3)
+        assert Image.open(out / f"{name}.png").width > 8 * 8
+    table = (out / "table.md").read_text(encoding="utf-8")
+    assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")] == (
+        ["| entry", "| ---", "| ours", "| ddpm-s", "| entry", "| ---", *["| ours"] * 3, *["| ddpm-s"] * 3]
+    )
+    assert table.strip() in printed
+    for chart in ("kid.svg", "agreement.svg"):
+        assert "ddpm-s" in "".join(ElementTree.parse(out / chart).getroot().itertext())
+
+
+def test_an_entry_that_is_there_is_left_alone_and_one_made_otherwise_is_refused(
+    quality: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert quality("--entries", "ours", "--out", out) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    again = []
+    run_alone = sys.modules["_quality"].run_alone
+
+    def noted(command: list[object], *, log: Path) -> int:
+        again.append(Path(str(command[-1])).name)
+        return run_alone(command, log=log)
+
+    monkeypatch.setattr(sys.modules["_quality"], "run_alone", noted)
+    assert quality("--entries", "ours", "--out", out) == 0
+    assert again == [] and {path: path.read_bytes() for path in before} == before
+
+    # what was drawn is still there: only the scores are made again
+    (out / "ours.json").unlink()
+    assert quality("--entries", "ours", "--out", out) == 0
+    assert again == [] and (out / "ours.json").read_bytes() == before[out / "ours.json"]
+
+    capsys.readouterr()
+    assert quality("--entries", "ours", "--seed", "1", "--out", out) == 2
+    error = capsys.readouterr().err
+    assert error == (f"error: {out / 'ours.json'} was made with another seed: remove it, or choose another --out\n")
+
+
+def test_an_entry_that_fails_leaves_the_others_their_turn(
+    quality: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = sys.modules["_quality"]
+    run_alone = module.run_alone
+
+    def failing(command: list[object], *, log: Path) -> int:
+        if Path(str(command[-1])).name == "ours":
+            return run_alone(command, log=log)
+        log.write_text("much\nerror: no\nroom\n", encoding="utf-8")
+        return 3
+
+    monkeypatch.setattr(module, "run_alone", failing)
+
+    assert quality("--entries", "ddpm-s", "ours", "--out", tmp_path) == 2
+
+    assert (tmp_path / "ours.json").exists() and not (tmp_path / "ddpm-s.json").exists()
+    log = tmp_path / "ddpm-s" / "log.txt"
+    said = capsys.readouterr().err
+    assert said == f"error: not finished: ddpm-s (exit code 3: much / error: no / room; all it said: {log})\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--entries", "ddpm-xl"], "there is no entry 'ddpm-xl': choose from ours, ours-m, ours-s, ddpm,"),
+        (["--minutes", "0"], "--minutes must be above 0, got 0"),
+        (["--num_between", "63"], "63 sampled pictures are too few"),
+        (["--num_between", "68"], "--num_between 68 is more than --num_pictures 67"),
+        (["--judge", "absent"], "absent"),
+        (["--data.path", "absent"], "absent"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_is_run(
+    quality: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert quality("--out", tmp_path / "out", "--entries", "ours", *arguments) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_named_with_what_brings_it(
+    quality: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["_peers"], "find_spec", lambda name: None if name[:4] == "deno" else name)
+
+    assert quality("--entries", "ours", "ddpm-s") == 2
+    assert capsys.readouterr().err == (
+        "error: the entry ddpm-s needs denoising_diffusion_pytorch, which is not installed: "
+        "pip install 'unet-attn[bench]'\n"
+    )
+
+
+@pytest.mark.slow
+def test_each_entry_runs_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
+    run_alone = import_module("subprocess").run
+    command = [sys.executable, SCRIPTS / "benchmark.py", "quality", "--data.path", folder / "data", "--minutes", "0.03"]
+    command += ["--config", folder / "tiny.yaml", "--num_pictures", "64", "--num_between", "64", "--out", tmp_path]
+
+    done = run_alone([str(part) for part in [*command, "--entries", "ours", "ddpm-s"]], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    results = [json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) for name in ("ours", "ddpm-s")]
+    assert [result["steps"] > 0 for result in results] == [True, True]
+    assert results[0]["mib"]["imports"] > 100
+    log = (tmp_path / "ours" / "log.txt").read_text(encoding="utf-8")
+    assert "error" not in log and (tmp_path / "ours" / "run" / "model_index.json").exists()
