@@ -64,7 +64,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", nargs="+", help="one or several captions; none for a model without text")
     parser.add_argument("--negative_prompt", nargs="+", help="what to lead away from: one for all prompts, or one each")
     parser.add_argument("--num_images", type=int, help="pictures per prompt (1)")
-    parser.add_argument("--steps", type=int, help=f"inference steps ({DEFAULT_STEPS})")
+    parser.add_argument("--steps", "--num_inference_steps", type=int, help=f"inference steps ({DEFAULT_STEPS})")
     parser.add_argument("--guidance_scale", type=float, help=f"1 follows, more insists ({DEFAULT_GUIDANCE})")
     parser.add_argument("--seed", type=int, help="seed of the first picture (0)")
     parser.add_argument("--scheduler", metavar="NAME", help="a diffusers class (the run's own)")

@@ -24,13 +24,14 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from unet_attn.checkpoint import load_state
 from unet_attn.data import CaptionedImages, DataError, DataOptions, StreamedImages, open_data
 from unet_attn.inspection import describe_captions
 from unet_attn.loss_weights import NoiseUncertainty
 from unet_attn.model import TextConditionalUNet
 from unet_attn.model_card import write_model_card
 from unet_attn.objective import Objective
-from unet_attn.options import TrainOptions, check_start
+from unet_attn.options import TrainOptions, check_start, check_unchanged, fixed_settings
 from unet_attn.report import write_report
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 from unet_attn.tokenizer import train_tokenizer
@@ -97,7 +98,7 @@ def make_accelerator(output_dir: str, trackers: Sequence[str] = ()) -> Accelerat
 
     accelerator = Accelerator(
         cpu=on_cpu,
-        log_with=list(trackers),
+        log_with=list(trackers) or None,
         project_config=ProjectConfiguration(project_dir=output_dir, logging_dir=str(Path(output_dir, "logs"))),
     )
     launched = int(environment.get("WORLD_SIZE", "1"))
@@ -123,6 +124,7 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     data_options = DataOptions(**config.data.as_dict())
     objective = Objective(make(config.scheduler), **config.objective.as_dict())
     has_text = config.text_encoder is not None
+    options.check_prompts(has_text=has_text)
     pretrained = has_text and config.text_encoder.class_path.endswith(".PretrainedText")
     text_encoder = make(config.text_encoder) if pretrained else None
     context_dim = None
@@ -137,6 +139,10 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         context_dim=context_dim,
         x_prediction=objective.x_prediction,
     )
+    if resume_from is not None:
+        now, saved = fixed_settings(options, unet, None, objective), load_state(resume_from)["fixed"]
+        known = [key for key in saved if not key.startswith("text_encoder")]  # its vocabulary is the captions'
+        check_unchanged(resume_from, {key: saved[key] for key in known}, {key: now.get(key) for key in known})
     data = open_data(
         data_options,
         channels=config.unet.in_channels,
@@ -236,10 +242,10 @@ def train(arguments: list[str] | None) -> int:
         if not accelerator.is_main_process and not isinstance(error, TrainingDiverged):  # which all processes notice
             print(f"error: process {accelerator.process_index}: {' '.join(str(error).split())}", file=sys.stderr)
         raise
+    if accelerator.is_main_process:
+        describe_run(Path(options.output_dir))
     if finished:
         accelerator.print(f"trained {trainer.step} steps; the pipeline is in {options.output_dir}")
-        if accelerator.is_main_process:
-            describe_run(Path(options.output_dir))
         return 0
     accelerator.print(f"stopped by a signal after step {trainer.step}; go on with --train.resume latest")
     return INTERRUPTED

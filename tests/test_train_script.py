@@ -204,6 +204,15 @@ def test_text_encoder_null_trains_without_captions(script: ModuleType, config: P
         (["--objective.prediction_type", "epsilon"], "FlowMatchEulerDiscreteScheduler"),
         (["--train.resume", "latest"], "no run to resume in"),
         (["--text_encoder", "null"], "train.sample_prompts need a text_encoder"),
+        (["--train.output_dir", "/proc/x/y"], "train.output_dir /proc/x/y cannot be written"),
+        (["--train.seed", "-1"], "train.seed must be at least 0, got -1"),
+        (["--train.trackers", "[aim]"], "train.trackers has 'aim', which is not installed: pip install aim"),
+        (["--data.background", "notacolour"], "data.background must be a colour"),
+        (["--data.validation_share", "1.5"], "data.validation_share must be at least 0 and below 1, got 1.5"),
+        (
+            ["--text_encoder", "unet_attn.text_encoder.PretrainedText", "--text_encoder.path", "/nope"],
+            "text_encoder.path /nope: there is no such folder",
+        ),
     ],
 )
 def test_a_refused_start_is_one_line_and_leaves_no_run_folder(
@@ -215,6 +224,19 @@ def test_a_refused_start_is_one_line_and_leaves_no_run_folder(
     assert len(error) == 1
     assert message in error[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_of_another_network_is_refused_before_data_is_read(
+    script: ModuleType, config: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    assert script.main(["--config", str(config), "--train.max_steps", "1"]) == 0
+    monkeypatch.setattr(script, "open_data", None)  # calling it would raise a TypeError
+
+    resumed = ["--config", str(config), "--train.resume", "latest"]
+    assert script.main([*resumed, "--unet.dim_head", "16"]) == 2
+    assert "was trained with unet.dim_head" in capsys.readouterr().err
+    assert script.main([*resumed, "--train.batch_size", "3"]) == 2
+    assert "was trained with train.batch_size" in capsys.readouterr().err
 
 
 def test_a_run_folder_among_the_pictures_is_refused(script: ModuleType, config: Path, tmp_path: Path, capsys) -> None:

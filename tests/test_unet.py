@@ -154,7 +154,7 @@ def test_text_given_to_a_network_without_text_is_refused() -> None:
         ({"context_dim": 0}, "context_dim must be at least 1, got 0"),
         ({"block_channels": (8, 20)}, "multiple of 8 .* 20"),
         ({"attention_levels": (2,)}, r"attention_levels must lie in 0..1.*\[2\]"),
-        ({"sample_size": 17}, "sample_size must be a multiple of 2 .* 17"),
+        ({"sample_size": 17}, "sample_size .* must be a multiple of 2, .* 17"),
         ({"block_channels": ()}, "at least one level"),
         (
             {"x_prediction": True, "in_channels": 3, "out_channels": 1},

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from test_training import assert_same_run, metrics, trainer_for
 
-from unet_attn.data import CaptionedImages, DataError, DataOptions
+from unet_attn.data import CaptionedImages, DataError, DataOptions, open_data
 from unet_attn.sampler import held_out
 
 
@@ -189,3 +189,29 @@ def test_snapshots_of_an_interrupted_run_are_those_of_the_straight_one(pictures:
     assert len(snapshots(cut)) >= 3
     assert snapshots(cut) == snapshots(tmp_path / "straight")
     assert [line["loss"] for line in metrics(cut)] == [line["loss"] for line in metrics(tmp_path / "without")][:5]
+
+
+def test_streamed_data_train_without_validation(tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    datasets = pytest.importorskip("datasets")
+    rows = {"image": [Image.new("L", (8, 8), 20 * n) for n in range(11)], "text": [f"thing {n}" for n in range(11)]}
+    datasets.Dataset.from_dict(rows).to_parquet(folder / "train.parquet")
+    data = open_data(DataOptions(path=str(folder), resolution=8, streaming=True), channels=1)
+    trainer_for(folder, tmp_path / "run", data=data, validate_every=2, max_steps=3).run()
+
+    assert not (tmp_path / "run" / "logs" / "validation.jsonl").exists()
+    with pytest.raises(ValueError, match=r"data.streaming cannot hold pictures out: set data.validation_share to 0"):
+        DataOptions(path="x", streaming=True, validation_share=0.1)
+
+
+def test_a_list_of_skipped_files_of_an_earlier_session_goes(pictures: Path, tmp_path: Path) -> None:
+    trainer_for(pictures, tmp_path, max_steps=1).run()
+    (tmp_path / "skipped.tsv").write_text("kind\tpath\treason\n")
+    trainer_for(pictures, tmp_path, max_steps=2, resume="latest").run()
+
+    assert not (tmp_path / "skipped.tsv").exists()
+
+
+def test_a_share_that_holds_out_nothing_is_told(pictures: Path) -> None:
+    assert "no picture falls into data.validation_share" in opened(pictures, validation_share=0.001).summary()

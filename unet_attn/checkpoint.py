@@ -83,14 +83,18 @@ def load_checkpoint(path: Path) -> Checkpoint:
     reason = fault(path)
     if reason is not None:
         raise CheckpointError(f"checkpoint {path} cannot be used: {reason}")
+    tensors = {file.stem: load_file(file) for file in path.glob("*.safetensors")}
+    return Checkpoint(path=path, tensors=tensors, state=load_state(path))
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint that was found good says of itself. Raises CheckpointError if another version wrote it."""
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     if state.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path} has format version {state.get('format_version')}, this version reads {FORMAT_VERSION}"
         )
-    return Checkpoint(
-        path=path, tensors={file.stem: load_file(file) for file in path.glob("*.safetensors")}, state=state
-    )
+    return state
 
 
 def find_checkpoint(directory: Path, resume: str) -> Path:

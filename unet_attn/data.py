@@ -80,7 +80,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         multiple_of: int = 1,
     ) -> None:
         if channels not in (1, 3):
-            raise ValueError(f"channels must be 1 (grey) or 3 (colour), got {channels}")
+            raise ValueError(f"channels (unet.in_channels) must be 1 (grey) or 3 (colour), got {channels}")
         self.options, self.channels, self.seed = options, channels, seed
         square = (options.resolution, options.resolution)
         self.sizes = bucket_sizes(options.resolution, multiple_of) if options.buckets else [square]
@@ -315,6 +315,10 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             lines.append(f"in {counted(len(counts), 'bucket')}, width x height: {', '.join(counts)}")
         if self.has_held_out:
             lines.append(f"{counted(sum(self.held_out), 'picture')} held out for validation")
+        elif self.options.validation_share:
+            lines.append(
+                "no picture falls into data.validation_share: validation looks at trained pictures"
+            )
         missing = sum(not variants for variants in self.captions)
         if missing and any(self.captions):
             have = "has no caption: it trains" if missing == 1 else "have no caption: they train"

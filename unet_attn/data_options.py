@@ -57,7 +57,7 @@ class DataOptions:
         if not 0 <= self.validation_share < 1:
             raise ValueError(f"data.validation_share must be at least 0 and below 1, got {self.validation_share}")
         if self.streaming and self.validation_share:
-            raise ValueError("data.validation_share needs a data set that is not streamed: set one of the two off")
+            raise ValueError("data.streaming cannot hold pictures out: set data.validation_share to 0")
         for name, value, known in (
             ("crop", self.crop, ("center", "random")),
             ("on_error", self.on_error, ("fail", "skip")),
@@ -74,4 +74,7 @@ class DataOptions:
             raise ValueError(f"data.caption_extension must be like .txt, got {self.caption_extension!r}")
         if self.streaming and self.buckets:
             raise ValueError("data.buckets needs the shape of every picture, which data.streaming does not know")
-        background_colour(self.background)
+        try:
+            background_colour(self.background)
+        except ValueError as error:
+            raise ValueError(f"data.{error}") from None

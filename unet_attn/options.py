@@ -1,8 +1,10 @@
 """The options of a training run, and what is refused before any data is read."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from diffusers import ConfigMixin
@@ -100,6 +102,19 @@ class TrainOptions:
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"train.ema_decay must be at least 0 and below 1, got {self.ema_decay}")
 
+    def check_prompts(self, *, has_text: bool) -> None:
+        """Raise ValueError if prompts are to be drawn by a model without text."""
+        if self.sample_prompts and not has_text:
+            raise ValueError("train.sample_prompts need a text_encoder, and this model has none: set them to []")
+
+
+def check_unchanged(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first setting that is not what the checkpoint at `path` was saved with."""
+    for key in sorted({*now, *saved}):
+        was, is_now = saved.get(key), now.get(key)
+        if was != is_now:
+            raise ValueError(f"checkpoint {path} was trained with {key} {was}, but it is {is_now} now")
+
 
 def check_start(options: TrainOptions, *, num_processes: int) -> Path | None:
     """Refuse what can be refused before data is read; return the checkpoint to resume from, None for a fresh run.
@@ -110,6 +125,7 @@ def check_start(options: TrainOptions, *, num_processes: int) -> Path | None:
     folder = Path(options.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"train.output_dir {folder} is a file")
+    _check_writable(folder)
     used = folder.is_dir() and any(folder.iterdir())
     if options.resume is not None:
         return _checkpoint_to_resume(folder, options.resume, used=used)
@@ -135,6 +151,16 @@ def fixed_settings(
     settings |= {f"train.{key}": getattr(options, key) for key in ("batch_size", "optimizer", "schedule", "seed")}
     # keys of diffusers itself begin with an underscore; through JSON tuples become lists, as a checkpoint has them
     return json.loads(json.dumps({key: value for key, value in settings.items() if "._" not in key}, default=str))
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise ValueError if the folder cannot be made or written, without leaving anything behind."""
+    above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    try:
+        with TemporaryDirectory(dir=above):
+            pass
+    except OSError as error:
+        raise ValueError(f"train.output_dir {folder} cannot be written: {error.strerror}") from None
 
 
 def _checkpoint_to_resume(folder: Path, resume: str, *, used: bool) -> Path:

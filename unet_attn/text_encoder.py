@@ -5,6 +5,7 @@ cross-attends to, and `pooler_output` (B, D), its mean over the real tokens. B b
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from diffusers import ConfigMixin, ModelMixin
@@ -78,6 +79,9 @@ class PretrainedText(ModelMixin, ConfigMixin):
         from transformers import AutoConfig, AutoModel
 
         if model_config is None:
+            # transformers would take it for a hub id and complain of its letters
+            if not Path(path).is_dir() and (Path(path).is_absolute() or path.startswith(".")):
+                raise FileNotFoundError(f"text_encoder.path {path}: there is no such folder")
             self.model = AutoModel.from_pretrained(path)
             # with its configuration kept, a saved pipeline loads where `path` does not exist
             self.register_to_config(model_config=self.model.config.to_dict())

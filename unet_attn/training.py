@@ -29,7 +29,7 @@ from unet_attn.optim import (
     optimizer_tensors,
     set_learning_rate,
 )
-from unet_attn.options import TrainOptions, fixed_settings
+from unet_attn.options import TrainOptions, check_unchanged, fixed_settings
 from unet_attn.posthoc import TRACKED, PowerFunctionEMA, drop_snapshots, write_snapshot
 from unet_attn.sampler import (
     MODULE_DROPOUT,
@@ -245,7 +245,7 @@ class Trainer:
     def _looks(self) -> dict[str, int]:
         """The kinds of look that this run takes, grids, validation, or both, and every how many steps."""
         every = {"sample": self.options.sample_every, "validate": self.options.validate_every}
-        return {look: steps for look, steps in every.items() if steps}
+        return {look: steps for look, steps in every.items() if steps and self.watcher.passes(look)}
 
     def _look_seconds(self, look: str) -> float:
         """How long a look takes: as the last one did, or by the cost of a training step before."""
@@ -350,11 +350,8 @@ class Trainer:
     def _load(self, path: Path) -> None:
         """Go on from a checkpoint. Raises ValueError naming the first setting that is not what it was saved with."""
         checkpoint = load_checkpoint(path)
-        state, now = checkpoint.state, self.fixed
-        for key in sorted({*now, *state["fixed"]}):
-            was, is_now = state["fixed"].get(key), now.get(key)
-            if was != is_now:
-                raise ValueError(f"checkpoint {path} was trained with {key} {was}, but it is {is_now} now")
+        state = checkpoint.state
+        check_unchanged(path, state["fixed"], self.fixed)
         for name in self.parameters:
             if name not in checkpoint.tensors["model"]:
                 raise ValueError(f"checkpoint {path} has no weights for {name!r}")
@@ -376,6 +373,7 @@ class Trainer:
             drop_snapshots(self.folder, after=self.step)
             keep_config(self.folder, self.config, step=self.step)
             (self.folder / "data.txt").write_text(self.data.summary() + "\n", encoding="utf-8")
+            (self.folder / "skipped.tsv").unlink(missing_ok=True)  # an earlier session may have read other pictures
             if self.data.faults:
                 self.data.write_faults(self.folder / "skipped.tsv")
         self.log = RunLog(

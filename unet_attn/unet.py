@@ -177,8 +177,8 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
             )
         if self.config.sample_size % self.downsample_factor or self.config.sample_size < 1:
             raise ValueError(
-                f"unet.sample_size must be a multiple of {self.downsample_factor} "
-                f"(patch_size times 2 for each level after the first), got {self.config.sample_size}"
+                f"unet.sample_size (a configuration's data.resolution) must be a multiple of {self.downsample_factor}, "
+                f"patch_size times 2 for each level after the first, got {self.config.sample_size}"
             )
 
     def _check_inputs(self, sample: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:

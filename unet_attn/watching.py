@@ -35,7 +35,7 @@ VALIDATION = "validation.jsonl"
 class Watcher:
     """Draws, validates and publishes what the averaged weights of `model` can do.
 
-    Raises ValueError if prompts are to be drawn by a model without text, or there is nothing to validate on.
+    Raises ValueError if prompts are to be drawn by a model without text.
     """
 
     def __init__(
@@ -48,8 +48,7 @@ class Watcher:
         accelerator: Accelerator,
     ) -> None:
         has_text = model.text_encoder is not None
-        if options.sample_prompts and not has_text:
-            raise ValueError("train.sample_prompts need a text_encoder, and this model has none")
+        options.check_prompts(has_text=has_text)
         self.model, self.ema, self.objective = model, ema, objective
         self.data, self.options, self.accelerator = data, options, accelerator
         self.folder = Path(options.output_dir)
@@ -71,8 +70,6 @@ class Watcher:
 
     def sample(self, step: int) -> None:
         """Draw a grid; picture n has seed `seed` + n, as in scripts/sample.py."""
-        if not self.pictures_in_grid:
-            return
         seeds = [self.options.seed + n for n in range(self.pictures_in_grid)]
         prompts = list(self.options.sample_prompts)
         with self._pipeline() as pipeline, self.accelerator.autocast():
