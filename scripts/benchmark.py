@@ -10,6 +10,7 @@ import json
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ if TYPE_CHECKING:  # both bring diffusers, which takes seconds that the other me
     from unet_attn.training import Trainer
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
-WARM_UP_STEPS = 3
 
 
 def main() -> int:
@@ -44,6 +44,7 @@ def main() -> int:
     train.add_argument("--config", type=Path, default=QUICKSTART)
     train.add_argument("--batch_size", type=int, default=64)
     train.add_argument("--steps", type=int, default=20, help="timed steps, after 3 of warm-up (default 20)")
+    train.add_argument("--processes", action="store_true", help="also two processes of one thread against one of two")
     train.set_defaults(run=benchmark_train)
 
     data = commands.add_parser("data", help="what a training step waits for its pictures; checking them before")
@@ -127,6 +128,8 @@ def trainer_for(arguments: list[str]) -> "Trainer":
 
 
 def benchmark_train(options: argparse.Namespace) -> None:
+    from _training import WARM_UP_STEPS, overhead, pictures_per_second, two_against_one
+
     with TemporaryDirectory() as name:
         folder = Path(name)
         data = made_up_pictures(folder / "data", max(256, options.batch_size))
@@ -135,17 +138,22 @@ def benchmark_train(options: argparse.Namespace) -> None:
             "gradient_accumulation_steps": 1,
             "max_minutes": "null",
             "sample_every": "null",
+            "validate_every": "null",
             "resume": "null",
         }
         steps = WARM_UP_STEPS + options.steps
         trainer_for(arguments_for(options.config, data, folder / "timed", max_steps=steps, **fixed)).run()
-        peak = resident_mib("VmHWM")
-        lines = (folder / "timed" / "logs" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        speed = statistics.median(json.loads(line)["pictures_per_second"] for line in lines[WARM_UP_STEPS:])
+        peak, speed = resident_mib("VmHWM"), pictures_per_second(folder / "timed")
 
+        trainer = trainer_for(arguments_for(options.config, data, folder / "parts", max_steps=steps, **fixed))
+        beside, pause = overhead(trainer)
         trainer = trainer_for(arguments_for(options.config, data, folder / "recorded", max_steps=1, **fixed))
         with ProductRecorder() as recorder:
             trainer.run()
+        two = one = None
+        if options.processes:
+            launched = partial(arguments_for, options.config, data, max_steps=steps, **fixed)
+            two, one = two_against_one(launched, folder, rounds=2)
 
     step, alone, giga = options.batch_size / speed, recorder.seconds_alone(), recorder.flop / 1e9
     print(describe_machine())
@@ -154,6 +162,9 @@ def benchmark_train(options: argparse.Namespace) -> None:
     print(f"  {giga:.1f} GFLOP a step in convolutions and matrix products: {giga / step:.1f} GFLOP/s in training")
     print(f"  the same products each alone, warm: {1000 * alone:.0f} ms, {giga / alone:.1f} GFLOP/s")
     print(f"  share of that rate reached in training: {100 * alone / step:.0f} %")
+    print(f"  beside forward, backward and optimizer: {100 * beside:.1f} % of a step; a checkpoint: {pause:.2f} s")
+    if two is not None:
+        print(f"  two processes of one thread: {two:.0f} pictures/s, one of two: {one:.0f}, ratio {two / one:.2f}")
 
 
 def random_pipeline(options: argparse.Namespace) -> "TextToImagePipeline":

@@ -116,6 +116,25 @@ def test_the_wait_for_data_is_measured_in_memory_from_files_and_in_the_check(
 
 
 @pytest.mark.usefixtures("scripts_on_path")
+def test_training_is_told_by_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import benchmark
+
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    small = ["--batch_size", "4", "--steps", "3"]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "train", "--config", str(tmp_path / "tiny.yaml"), *small])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    assert benchmark.main() == 0
+
+    printed = capsys.readouterr().out
+    assert "training tiny.yaml, batch 4, median of 3 steps" in printed
+    beside = re.search(r"beside forward, backward and optimizer: ([\d.]+) % of a step; a checkpoint: [\d.]+ s", printed)
+    assert 0 < float(beside[1]) < 100
+
+
+@pytest.mark.usefixtures("scripts_on_path")
 def test_a_wait_is_a_share_of_the_whole_of_the_steps() -> None:
     from _data_wait import TimedBatches, Waits
 
