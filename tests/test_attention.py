@@ -147,15 +147,6 @@ def test_nan_in_padding_reaches_no_weight_gradient(kind: str, generator: torch.G
     assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("form", [explicit, fused, chunked])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scores_beyond_the_range_of_half_precision_stay_finite(form, dtype: torch.dtype) -> None:
-    q = k = torch.full((1, 1, 3, 64), 60.0, dtype=dtype)
-    v = torch.arange(3 * 64).reshape(1, 1, 3, 64).to(dtype) / 100
-    output = form(q, k, v, torch.ones(1, 1, 1, 3))
-    assert_close(output.float(), v.float().mean(-2, keepdim=True).expand(-1, -1, 3, -1), atol=1e-2, rtol=1e-2)
-
-
 MASKS = {
     "keys": lambda m: m[:, 0, 0],
     "queries and keys": lambda m: m[:, 0],
@@ -213,18 +204,6 @@ def test_is_causal_alone_hides_the_future(generator: torch.Generator) -> None:
     output = multi_head_attention(q, k, v, heads=1, is_causal=True)
     assert_close(output[:, :3], multi_head_attention(q[:, :3], k[:, :3], v[:, :3], heads=1, is_causal=True))
     assert_close(output[:, 0], v[:, 0])
-
-
-@pytest.mark.parametrize("call", ["explicit", "fused", "module"])
-def test_a_mask_of_a_wrong_length_is_refused_with_both_lengths(call: str) -> None:
-    x, keys, mask = torch.zeros(2, 3, 8), torch.zeros(2, 7, 8), torch.ones(2, 5)
-    with pytest.raises(ValueError, match=r"5 keys.*7"):
-        if call == "explicit":
-            attention(x, keys, keys, mask[:, None])
-        elif call == "fused":
-            multi_head_attention(x, keys, keys, heads=2, mask=mask)
-        else:
-            CrossAttention2d(8, 8, 2, 4)(torch.zeros(2, 8, 3, 1), keys, mask)
 
 
 def test_a_head_is_scaled_by_its_own_width_and_returns_its_weights(generator: torch.Generator) -> None:
@@ -332,6 +311,18 @@ def test_every_memory_layout_gives_the_same_result_and_gradients(kind: str, gene
     assert_close(module(expanded, *context)[2:], module(x, *text)[:1], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_no_copy_of_a_contiguous_map_is_kept_for_the_backward_pass(kind: str, generator: torch.Generator) -> None:
+    x = torch.randn(2, 11, 5, 7, generator=generator).requires_grad_()
+    text = () if kind == "self" else (torch.randn(2, 4, 13, generator=generator),)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        output = conv_modules()[kind](x, *text)
+    maps = [saved for saved in kept if saved.shape == x.shape]
+    assert maps and all(saved.data_ptr() == x.data_ptr() for saved in maps)
+    assert output.is_contiguous()
+
+
 def test_the_convolutional_form_equals_the_token_form_on_the_flattened_map(generator: torch.Generator) -> None:
     module = conv_modules()["self"]
     x = torch.randn(2, 11, 5, 7, generator=generator)
@@ -340,6 +331,19 @@ def test_the_convolutional_form_equals_the_token_form_on_the_flattened_map(gener
     attended = multi_head_attention(query, key, value, heads=3)
     expected = attended @ module.to_out.weight.flatten(1).T + module.to_out.bias
     assert_close(module(x), rearrange(expected, "b (h w) c -> b c h w", h=5), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 7), (3, 1, 1), (1, 1, 7), (1, 5, 1)])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_an_empty_batch_and_the_smallest_maps_train(kind: str, sizes: tuple[int, int, int]) -> None:
+    module, (batch, height, width) = conv_modules()[kind], sizes
+    x = torch.randn(batch, 11, height, width).requires_grad_()
+    inputs = (x,) if kind == "self" else (x, torch.randn(batch, 1, 13), torch.ones(batch, 1))
+    output, weights = module(*inputs, return_weights=True)
+    assert output.shape == x.shape and weights.shape[:3] == (batch, 3, height * width)
+    assert_close(module(*inputs), output, atol=1e-6, rtol=1e-5)
+    module(*inputs).sum().backward()
+    assert x.grad.shape == x.shape and all(parameter.grad.isfinite().all() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
@@ -385,15 +389,3 @@ def test_dim_head_defaults_to_an_equal_share() -> None:
     assert MultiHeadAttention(32, 4).to_q.out_features == 32
     with pytest.raises(ValueError, match="must be at least 1, got 0 and 32"):
         SelfAttention2d(32, 0)
-
-
-@pytest.mark.parametrize("kind", ["self", "cross"])
-def test_autocast_to_bfloat16_stays_close_to_float32(kind: str, generator: torch.Generator) -> None:
-    module = conv_modules()[kind]
-    x, context = torch.randn(2, 11, 5, 7, generator=generator), torch.randn(2, 4, 13, generator=generator)
-    inputs = (x,) if kind == "self" else (x, context, torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]]))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = module(*inputs)
-    output.float().sum().backward()
-    assert_close(output.float(), module(*inputs), atol=3e-2, rtol=3e-2)
-    assert all(p.grad.isfinite().all() for p in module.parameters())

@@ -58,9 +58,9 @@ def test_torch_multihead_attention_comes_in_and_goes_out(bias: bool, context_dim
     assert_close(ours(query, context, context, mask), expected, **CLOSE)
     back = to_torch(ours)
     assert_close(back(query, context, context, key_padding_mask=mask == 0)[0], expected, **CLOSE)
-    if bias:  # without, torch has none on the output either, where ours always has one
-        assert_same_weights(back, theirs)
-        assert_same_weights(from_torch(back), ours)
+    assert_same_weights(back, theirs)
+    assert_same_weights(from_torch(back), ours)
+    assert len(ours.state_dict()) == (8 if bias else 4)
 
 
 def test_torch_attention_takes_its_dropout_and_mode_along() -> None:
@@ -92,6 +92,21 @@ def test_the_maps_modules_go_to_torch_and_return_bit_for_bit() -> None:
     assert_close(rearrange(ours(x), "b c h w -> b (h w) c"), to_torch(ours)(tokens, tokens, tokens)[0], **CLOSE)
 
 
+def test_torch_has_a_bias_everywhere_or_nowhere_and_what_ours_lacks_is_zeros() -> None:
+    ours, x = stirred(MultiHeadAttention(12, 2, bias=False)), randn(2, 5, 12)
+    theirs = to_torch(ours)
+    assert torch.equal(theirs.in_proj_bias, torch.zeros(36))
+    assert_close(theirs(x, x, x)[0], ours(x, x, x), **CLOSE)
+
+    ours = stirred(MultiHeadAttention(12, 2))
+    ours.to_out.bias = None
+    with torch.no_grad():  # torch then takes another way through its module
+        assert_close(to_torch(ours)(x, x, x)[0], ours(x, x, x), **CLOSE)
+    ours.to_k.bias = None
+    with pytest.raises(ValueError, match="a bias each or none at all"):
+        to_torch(ours)
+
+
 # ------------------------------------------------------------------------------------------------------------ diffusers
 
 
@@ -102,9 +117,10 @@ def diffusers_attention(**options) -> nn.Module:
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("out_bias", [True, False])
 @pytest.mark.parametrize("context_dim", [None, 7])
-def test_diffusers_attention_comes_in_and_goes_out(bias: bool, context_dim: int | None) -> None:
-    theirs = diffusers_attention(bias=bias, cross_attention_dim=context_dim)
+def test_diffusers_attention_comes_in_and_goes_out(bias: bool, out_bias: bool, context_dim: int | None) -> None:
+    theirs = diffusers_attention(bias=bias, out_bias=out_bias, cross_attention_dim=context_dim)
     ours = from_diffusers(theirs)
     x = randn(2, 11, 12)
     context = x if context_dim is None else randn(2, 5, context_dim, seed=1)
@@ -112,6 +128,7 @@ def test_diffusers_attention_comes_in_and_goes_out(bias: bool, context_dim: int 
     assert_close(ours(x, context, context), theirs(x, None if context_dim is None else context), **CLOSE)
     assert_same_weights(to_diffusers(ours), theirs)
     assert_same_weights(from_diffusers(to_diffusers(ours)), ours)
+    assert (ours.to_out.bias is not None) == out_bias
 
 
 @pytest.mark.parametrize("kind", [SelfAttention2d, OverPixels])
@@ -139,6 +156,16 @@ def test_diffusers_cross_attention_of_a_map_and_tokens() -> None:
     assert_close(ours(x, context), theirs(x, context), **CLOSE)
     assert_same_weights(to_diffusers(ours), theirs)
     assert to_diffusers(CrossAttention2d(12, 12)).is_cross_attention
+
+
+@pytest.mark.parametrize("kind", [SelfAttention2d, CrossAttention2d, OverPixels])
+def test_an_output_without_bias_stays_without_on_maps(kind: type[nn.Module]) -> None:
+    theirs = diffusers_attention(out_bias=False, cross_attention_dim=7 if kind is CrossAttention2d else None)
+    ours = from_diffusers(theirs, kind)
+    inputs = (randn(2, 12, 3, 7), *([randn(2, 5, 7, seed=1)] if kind is CrossAttention2d else []))
+    assert not any("bias" in name for name in ours.state_dict())
+    assert_close(ours(*inputs), theirs(*inputs), **CLOSE)
+    assert_same_weights(to_diffusers(ours), theirs)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +224,9 @@ def test_lucidrains_attention_comes_in_with_norm_and_memory_and_goes_out(memory:
     assert_close(ours(x), theirs(x), **CLOSE)
     assert_same_weights(to_lucidrains(ours), theirs)
     assert_close(to_lucidrains(ours)(x), theirs(x), **CLOSE)
+    if not memory:
+        ours.attention.to_out.bias = None
+        assert_close(to_lucidrains(ours)(x), ours(x), **CLOSE)
 
 
 def test_what_lucidrains_attention_has_no_place_for_is_refused_by_name() -> None:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from diffusers import DDIMPipeline, DDIMScheduler, UNet2DConditionModel, UNet2DModel
 from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import AttnProcessor as DiffusersAttnProcessor
+from diffusers.models.attention_processor import AttnProcessor2_0 as DiffusersAttnProcessor2_0
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -128,28 +130,66 @@ def test_every_setting_of_attention_computes_what_diffusers_computes(options: di
         assert_close(processor(attn, x, context), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("theirs", [DiffusersAttnProcessor(), DiffusersAttnProcessor2_0()])
+@pytest.mark.parametrize("keep_weights", [False, True])
 @torch.no_grad()
-def test_a_bias_on_the_scores_is_added_and_not_taken_for_a_mask() -> None:
-    torch.manual_seed(0)
+def test_a_bias_on_the_scores_is_added_and_not_taken_for_a_mask(theirs, keep_weights: bool) -> None:
     attn, x, bias = Attention(12, heads=3, dim_head=4), randn(2, 5, 12), randn(2, 5, 5, seed=1)
-    expected = attn(x, attention_mask=bias.repeat_interleave(3, 0))
-    assert_close(AttnProcessor()(attn, x, None, bias), expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="not under a bias"):
-        AttnProcessor(keep_weights=True)(attn, x, None, bias)
+    ours = AttnProcessor(keep_weights)
+    assert_close(ours(attn, x, None, bias), theirs(attn, x, None, bias), atol=1e-5, rtol=1e-5)
+
+    of_each_head = randn(6, 1, 5, seed=2)
+    assert_close(ours(attn, x, None, of_each_head), theirs(attn, x, None, of_each_head), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (2, 1, 4), (2, 3, 5)])
-def test_a_mask_of_a_wrong_length_is_refused_with_both_lengths(shape: tuple[int, ...]) -> None:
-    attn = Attention(12, heads=3, dim_head=4)
-    with pytest.raises(ValueError, match=r"(4 keys, but there are 5|3 queries, but there are 5)"):
-        AttnProcessor()(attn, randn(2, 5, 12), None, torch.zeros(shape))
-
-
+@pytest.mark.parametrize("theirs", [DiffusersAttnProcessor(), DiffusersAttnProcessor2_0()])
+@pytest.mark.parametrize("keep_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_a_boolean_mask_keeps_what_is_true() -> None:
-    attn, x = Attention(12, heads=3, dim_head=4), randn(1, 5, 12)
-    mask = torch.tensor([[True, True, True, False, False]])
-    assert_close(AttnProcessor()(attn, x, x, mask), AttnProcessor()(attn, x, x[:, :3]), atol=1e-6, rtol=1e-5)
+def test_a_query_whose_keys_are_all_masked_attends_as_in_diffusers(theirs, keep_weights: bool, dtype) -> None:
+    torch.manual_seed(0)
+    attn, x = Attention(12, heads=3, dim_head=4).to(dtype), randn(2, 5, 12).to(dtype)
+    mask = torch.tensor([[[1, 1, 0, 0, 0]], [[0, 0, 0, 0, 0]]])
+    ours, bias = AttnProcessor(keep_weights), ((1 - mask) * -10000.0).to(dtype)
+    output = ours(attn, x, None, bias)
+
+    # -10000 takes digits off the scores: up to 5e-4 in float32; theirs adds it in bfloat16, where all of them drown
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    expected = theirs(attn, x, None, bias)
+    rows = slice(1 if dtype == torch.bfloat16 and isinstance(theirs, DiffusersAttnProcessor) else 2)
+    assert_close(output[rows], expected[rows], atol=tolerance, rtol=tolerance)
+    if keep_weights:
+        assert (ours.weights[0, ..., 2:] == 0).all()
+        assert_close(ours.weights.sum(-1), torch.ones(2, 3, 5, dtype=dtype), atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((2, 4), "4 keys, but there are 5"),
+        ((2, 1, 4), "4 keys, but there are 5"),
+        ((2, 3, 5), "3 queries, but there are 5"),
+        ((4, 5), r"must be \(2, 5\) or \(2, 5, 5\), got shape \(4, 5\)"),
+        ((2, 3, 5, 5), r"got shape \(2, 3, 5, 5\)"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused_with_what_would(shape: tuple[int, ...], said: str) -> None:
+    attn = Attention(12, heads=3, dim_head=4)
+    with pytest.raises(ValueError, match=said):
+        AttnProcessor()(attn, randn(2, 5, 12), None, torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"bool, or float to be added, got torch.int64"):
+        AttnProcessor()(attn, randn(2, 5, 12), None, torch.ones(2, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+@torch.no_grad()
+def test_a_boolean_mask_keeps_what_is_true(keep_weights: bool) -> None:
+    attn, x = Attention(12, heads=3, dim_head=4), randn(2, 5, 12)
+    mask = torch.tensor([[True, True, True, False, False], [False] * 5])
+    output = AttnProcessor(keep_weights)(attn, x, x, mask)
+    assert_close(output[:1], AttnProcessor()(attn, x[:1], x[:1, :3]), atol=1e-6, rtol=1e-5)
+    assert_close(output[1], attn.to_out[0].bias.expand(5, 12))
+    assert_close(output, DiffusersAttnProcessor2_0()(attn, x, x, mask[:, None]), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

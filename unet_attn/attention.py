@@ -11,6 +11,7 @@ Source: Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -24,32 +25,45 @@ def attention(
     value: Tensor,
     mask: Tensor | None = None,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    *,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The textbook form, which shows its weights: softmax(Q K^T / sqrt(d)) V  (Vaswani et al. 2017, eq. 1).
 
-    query: (..., Nq, d); key: (..., Nk, d); value: (..., Nk, dv); mask: broadcasts to (..., Nq, Nk).
-    dropout: a callable on the weights. Returns output (..., Nq, dv) and the weights (..., Nq, Nk) that made it.
-    Raises ValueError if the mask does not fit Nq and Nk.
+    query: (..., Nq, d); key: (..., Nk, d); value: (..., Nk, dv); mask: broadcasts to (..., Nq, Nk);
+    dropout: a callable on the weights; bias: float, broadcasts to (..., Nq, Nk), added to the scores, never a mask.
+    Returns output (..., Nq, dv) and the weights (..., Nq, Nk) that made it, in value's dtype, which may be a half one:
+    between them all is float32, under autocast too. Raises ValueError if mask, bias or value does not fit.
     """
+    _check_lengths(key, value)
     spoilt = None
     if mask is not None:
-        mask = _checked_mask(mask, query.shape[-2], key.shape[-2])
+        mask = _checked_mask(mask, _shape_of_scores(query, key))
         key, value, spoilt = _hide_masked_keys(key, value, mask)
 
-    # the query is scaled, not the scores: in half precision the raw product may overflow where the scaled one does not
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)
-    if dropout is not None:
-        weights = dropout(weights)
+    dtype = value.dtype
+    # float16 ends at 65504, which a score passes soon, and so does a gradient summed over a head
+    with _no_autocast(query.device.type):
+        query, key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+        scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+        hidden = None if mask is None else ~mask
+        if bias is not None:
+            _check_broadcast("bias", bias, scores.shape)
+            scores = scores + bias
+            nothing = scores.isneginf().all(dim=-1, keepdim=True)  # a softmax over that is NaN
+            hidden = nothing if hidden is None else hidden | nothing
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(dim=-1)
+        if hidden is not None:
+            weights = weights.masked_fill(hidden, 0.0)
+        if dropout is not None:
+            weights = dropout(weights)
+        output = weights @ value
 
-    output = weights @ value
     if spoilt is not None:
         output, weights = (x.masked_fill(spoilt, float("nan")) for x in (output, weights))
-    return output, weights
+    return output.to(dtype), weights.to(dtype)
 
 
 def multi_head_attention(
@@ -68,7 +82,7 @@ def multi_head_attention(
     query: (B, Nq, heads*d); key, value: (B, Nk, heads*d); mask: (B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk), where a
     size of 1 broadcasts; bias: float, broadcasts to (B, heads, Nq, Nk), added to the scores, never a mask;
     is_causal: query i attends to keys 0..i; dropout_p: probability of dropping a weight. Returns (B, Nq, heads*d).
-    Raises ValueError if the widths differ, `heads` does not divide them, or the mask does not fit Nq and Nk.
+    Raises ValueError if the widths differ, `heads` does not divide them, or mask, bias or value does not fit.
     """
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         widths = f"{query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
@@ -99,9 +113,10 @@ def _fused(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """multi_head_attention over heads that are split already: (B, heads, Nq, d) against (B, heads, Nk, d)."""
+    _check_lengths(key, value)
     attended = spoilt = None
     if mask is not None:
-        mask = _checked_mask(_four_axes(mask), query.shape[-2], key.shape[-2])
+        mask = _four_axes(mask, _shape_of_scores(query, key))
         if is_causal:
             mask, is_causal = mask & _lower_triangle(query, key), False
         key, value, spoilt = _hide_masked_keys(key, value, mask)
@@ -109,6 +124,7 @@ def _fused(
         attended = mask.any(dim=-1, keepdim=True)
         mask = mask | ~attended
     if bias is not None:
+        _check_broadcast("bias", bias, _shape_of_scores(query, key))
         if is_causal:
             mask, is_causal = _lower_triangle(query, key), False
         mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
@@ -125,24 +141,52 @@ def _lower_triangle(query: Tensor, key: Tensor) -> Tensor:
     return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
 
 
-def _four_axes(mask: Tensor) -> Tensor:
-    """(B, Nk) or (B, Nq, Nk) or (B, heads, Nq, Nk) -> four axes that broadcast to the last form."""
+def _no_autocast(device_type: str) -> AbstractContextManager:
+    """Under autocast even a float32 product would be computed in the half precision."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _shape_of_scores(query: Tensor, key: Tensor) -> tuple[int, ...]:
+    """(..., Nq, d) and (..., Nk, d) -> (..., Nq, Nk)."""
+    (*leading, queries, _), (*others, keys, _) = query.shape, key.shape
+    if leading != others:
+        leading = torch.broadcast_shapes(leading, others)
+    return (*leading, queries, keys)
+
+
+def _four_axes(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
+    """(B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk) -> bool, with four axes. scores: their sizes, (B, heads, Nq, Nk)."""
     if mask.ndim == 2:
-        return rearrange(mask, "b k -> b 1 1 k")
+        return rearrange(_checked_mask(mask, (scores[0], scores[3])), "b k -> b 1 1 k")
     if mask.ndim == 3:
-        return rearrange(mask, "b q k -> b 1 q k")
+        return rearrange(_checked_mask(mask, (scores[0], *scores[2:])), "b q k -> b 1 q k")
     if mask.ndim == 4:
-        return mask
+        return _checked_mask(mask, scores)
     raise ValueError(f"mask must be (B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk), got shape {tuple(mask.shape)}")
 
 
-def _checked_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
-    """Returns the mask as bool; refuses one that would not broadcast to (..., queries, keys)."""
-    if mask.shape[-1] not in (1, keys):
-        raise ValueError(f"mask is for {mask.shape[-1]} keys, but there are {keys}")
-    if mask.ndim > 1 and mask.shape[-2] not in (1, queries):
-        raise ValueError(f"mask is for {mask.shape[-2]} queries, but there are {queries}")
+def _checked_mask(mask: Tensor, wanted: tuple[int, ...]) -> Tensor:
+    """Returns the mask as bool; refuses one that would not broadcast to the wanted shape, (..., Nk)."""
+    if mask.shape[-1] not in (1, wanted[-1]):
+        raise ValueError(f"mask is for {mask.shape[-1]} keys, but there are {wanted[-1]}")
+    _check_broadcast("mask", mask, wanted[-mask.ndim :])
     return mask != 0
+
+
+def _check_broadcast(name: str, x: Tensor, wanted: tuple[int, ...]) -> None:
+    if x.shape == wanted:  # the usual case, and this is done at every call
+        return
+    sizes = zip(reversed(x.shape), reversed(wanted), strict=False)
+    if x.ndim > len(wanted) or any(size not in (1, full) for size, full in sizes):
+        raise ValueError(f"{name} must broadcast to {tuple(wanted)}, got shape {tuple(x.shape)}")
+
+
+def _check_lengths(key: Tensor, value: Tensor) -> None:
+    """The fused kernel would read past the end of the shorter one."""
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"there must be a value for each key, got {value.shape[-2]} values and {key.shape[-2]} keys")
 
 
 def _hide_masked_keys(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -163,14 +207,16 @@ def _hide_masked_keys(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor,
     return key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0), spoilt
 
 
-def _hide_unread_tokens(tokens: Tensor, mask: Tensor | None, queries: int) -> Tensor:
+def _hide_unread_tokens(tokens: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
     """Zeroes the tokens that no query may attend to, before a projection whose weights' gradient would read them.
 
-    tokens: (B, Nk, D); mask: as in multi_head_attention. Raises ValueError if it does not fit.
+    tokens: (B, Nk, D); query: (B, heads, Nq, d); mask: as in multi_head_attention. Raises ValueError where it misfits.
     """
     if mask is None:
         return tokens
-    read = _checked_mask(_four_axes(mask), queries, tokens.shape[-2]).any(dim=2).any(dim=1)  # (B, Nk)
+    (batch, heads, queries, _), (own_batch, keys, _) = query.shape, tokens.shape
+    scores = (own_batch if batch == 1 else batch, heads, queries, keys)
+    read = _four_axes(mask, scores).any(dim=2).any(dim=1)  # (B, Nk)
     return tokens.masked_fill(~read[..., None], 0.0)
 
 
@@ -239,19 +285,31 @@ class MultiHeadAttention(nn.Module):
 
         Returns (B, Nq, dim), with return_weights also the weights (B, heads, Nq, Nk).
         """
-        key, value = (_hide_unread_tokens(x, mask, query.shape[-2]) for x in (key, value))
-        query, key, value = self.to_q(query), self.to_k(key), self.to_v(value)
+        query = split_heads(self.to_q(query), self.heads)
+        key, value = (_hide_unread_tokens(x, mask, query) for x in (key, value))
+        key, value = split_heads(self.to_k(key), self.heads), split_heads(self.to_v(value), self.heads)
         dropout_p = self.dropout if self.training else 0.0
 
         if not return_weights:
-            return self.to_out(
-                multi_head_attention(query, key, value, heads=self.heads, mask=mask, dropout_p=dropout_p)
-            )
+            return self.to_out(merge_heads(_fused(query, key, value, mask, dropout_p=dropout_p)))
 
-        output, weights = _weighed(
-            *(split_heads(x, self.heads) for x in (query, key, value)), mask, lambda w: F.dropout(w, dropout_p)
-        )
+        output, weights = _weighed(query, key, value, mask, lambda w: F.dropout(w, dropout_p))
         return self.to_out(merge_heads(output)), weights
+
+
+class PixelProjection(nn.Conv2d):
+    """A 1x1 convolution without bias from a map in any layout to one in channels_last.
+
+    Each pixel's channels lie side by side there, so that a head's view of it has the stride fast kernels want. The
+    weight carries the layout, not a copy of the map: torch would keep that copy for the backward pass.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, in_channels, H, W). Returns (B, out_channels, H, W)."""
+        return F.conv2d(x, rearrange(self.weight.flatten(1)[:, None, None], "o h w i -> o i h w"))
 
 
 class SelfAttention2d(nn.Module):
@@ -261,13 +319,13 @@ class SelfAttention2d(nn.Module):
         super().__init__()
         dim_head = _head_width(dim, heads, dim_head)
         self.heads = heads
-        self.to_qkv = nn.Conv2d(dim, 3 * heads * dim_head, 1, bias=False)
+        self.to_qkv = PixelProjection(dim, 3 * heads * dim_head)
         self.to_out = nn.Conv2d(heads * dim_head, dim, 1)
 
     def forward(self, x: Tensor, return_weights: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """x: (B, C, H, W). Returns (B, C, H, W) in x's memory layout, with return_weights also (B, heads, HW, HW)."""
         # cut in three before the heads are split: its backward pass then joins the gradients in one copy, not three
-        qkv = self.to_qkv(_pixels_last(x)).chunk(3, dim=1)
+        qkv = self.to_qkv(x).chunk(3, dim=1)
         query, key, value = (rearrange(each, "b (heads d) h w -> b heads (h w) d", heads=self.heads) for each in qkv)
         output, weights = _weighed(query, key, value) if return_weights else (_fused(query, key, value), None)
 
@@ -283,7 +341,7 @@ class CrossAttention2d(nn.Module):
         super().__init__()
         dim_head = _head_width(dim, heads, dim_head)
         self.heads = heads
-        self.to_q = nn.Conv2d(dim, heads * dim_head, 1, bias=False)
+        self.to_q = PixelProjection(dim, heads * dim_head)
         self.to_kv = nn.Linear(context_dim, 2 * heads * dim_head, bias=False)
         self.to_out = nn.Conv2d(heads * dim_head, dim, 1)
 
@@ -293,10 +351,10 @@ class CrossAttention2d(nn.Module):
         """x: (B, C, H, W); context: (B, N, context_dim); context_mask: (B, N), non-zero = a real token.
 
         Returns (B, C, H, W) in x's memory layout, with return_weights also the weights (B, heads, HW, N).
-        Raises ValueError if the mask's length is not the context's.
+        Raises ValueError if the mask's length or batch is not the context's.
         """
-        query = rearrange(self.to_q(_pixels_last(x)), "b (heads d) h w -> b heads (h w) d", heads=self.heads)
-        context = _hide_unread_tokens(context, context_mask, query.shape[-2])
+        query = rearrange(self.to_q(x), "b (heads d) h w -> b heads (h w) d", heads=self.heads)
+        context = _hide_unread_tokens(context, context_mask, query)
         key, value = (split_heads(each, self.heads) for each in self.to_kv(context).chunk(2, dim=-1))
         attended = (query, key, value, context_mask)
         output, weights = _weighed(*attended) if return_weights else (_fused(*attended), None)
@@ -314,12 +372,9 @@ def _weighed(
     dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` over split heads, with the masks of multi_head_attention."""
-    return attention(query, key, value, None if mask is None else _four_axes(mask), dropout)
-
-
-def _pixels_last(x: Tensor) -> Tensor:
-    """The map with each pixel's channels side by side, so that a head's view of it has the stride fast kernels want."""
-    return x.contiguous(memory_format=torch.channels_last)
+    return attention(
+        query, key, value, None if mask is None else _four_axes(mask, _shape_of_scores(query, key)), dropout
+    )
 
 
 def _heads_to_map(x: Tensor, height: int) -> Tensor:
@@ -328,9 +383,10 @@ def _heads_to_map(x: Tensor, height: int) -> Tensor:
     By way of one flat axis: at a batch of 1 the fused kernel's strides would not tell a convolution the layout, and it
     would copy its input and its output.
     """
-    batch, _, pixels, _ = x.shape
+    batch, heads, pixels, width = x.shape
     flat = rearrange(x, "b heads n d -> (b n heads d)")
-    return rearrange(flat, "(b h w c) -> b c h w", b=batch, h=height, w=pixels // height)
+    # every size is given: of a batch of 0 none could be told from the others
+    return rearrange(flat, "(b h w c) -> b c h w", b=batch, h=height, w=pixels // height, c=heads * width)
 
 
 def _layout(x: Tensor) -> torch.memory_format:

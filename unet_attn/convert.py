@@ -4,8 +4,9 @@
     ours = from_diffusers(unet.down_blocks[0].attentions[0], kind=OverPixels)
 
 Every function takes a module and returns a new one with copies of the weights, which computes the same. What ours
-cannot express is refused with a ValueError that names it; nothing is guessed. A norm in front and a residual around
-become `nn.Sequential(norm, attention)` and `Residual(...)`, so that one sees them.
+cannot express is refused with a ValueError that names it; nothing is guessed. A bias that is not there stays away, in
+our `to_out` too, unless the class that is made cannot do without it: then it is zeros. A norm in front and a residual
+around become `nn.Sequential(norm, attention)` and `Residual(...)`, so that one sees them.
 
 `kind` is the class to make: MultiHeadAttention (tokens), SelfAttention2d or CrossAttention2d (maps, without bias), or
 OverPixels (a MultiHeadAttention over the pixels of a map, with biases).
@@ -59,7 +60,8 @@ def from_torch(module: nn.MultiheadAttention, kind: type[nn.Module] = MultiHeadA
 
 
 def to_torch(module: nn.Module) -> nn.MultiheadAttention:
-    """Ours to torch.nn.MultiheadAttention, batch first. Biases that ours lacks are zeros there.
+    """Ours to torch.nn.MultiheadAttention, batch first, which has a bias everywhere or nowhere: where ours lacks some,
+    they are zeros there.
 
     Raises ValueError unless heads * dim_head is the module's width, which torch demands.
     """
@@ -68,14 +70,16 @@ def to_torch(module: nn.Module) -> nn.MultiheadAttention:
     if parts.inner_dim != dim:
         raise ValueError(f"torch.nn.MultiheadAttention has no heads of {parts.inner_dim} in all for a width of {dim}")
     same = {} if context_dim == dim else {"kdim": context_dim, "vdim": context_dim}
-    made = nn.MultiheadAttention(dim, parts.heads, parts.dropout, batch_first=True, **same)
+    bias = parts.biases is not None or parts.out_bias is not None
+    made = nn.MultiheadAttention(dim, parts.heads, parts.dropout, bias, batch_first=True, **same)
     if made.in_proj_weight is None:
         _put(made, {"q_proj_weight": parts.query, "k_proj_weight": parts.key, "v_proj_weight": parts.value})
     else:
         _put(made, {"in_proj_weight": torch.cat([parts.query, parts.key, parts.value])})
-    biases = parts.query.new_zeros(3 * dim) if parts.biases is None else torch.cat(parts.biases)
-    _put(made, {"in_proj_bias": biases})
-    _put(made.out_proj, {"weight": parts.out, "bias": parts.out_bias})
+    if bias:
+        biases = parts.query.new_zeros(3 * dim) if parts.biases is None else torch.cat(parts.biases)
+        _put(made, {"in_proj_bias": biases})
+    _put(made.out_proj, {"weight": parts.out, "bias": _or_zeros(parts.out_bias, parts.out) if bias else None})
     return made.train(module.training)
 
 
@@ -138,6 +142,7 @@ def to_diffusers(module: nn.Module) -> nn.Module:
         heads=parts.heads,
         dim_head=parts.inner_dim // parts.heads,
         bias=parts.biases is not None,
+        out_bias=parts.out_bias is not None,
         norm_num_groups=None if norm is None else norm.num_groups,
         eps=1e-5 if norm is None else norm.eps,
         residual_connection=residual,
@@ -201,7 +206,7 @@ def to_lucidrains(module: nn.Sequential) -> nn.Module:
     made = Attention(dim, parts.heads, dim_head, num_mem_kv=0 if memory is None else memory.shape[1], flash=True)
     _put(made.norm, {"g": norm.scale[None, :, None, None]})
     _put(made.to_qkv, {"weight": torch.cat([parts.query, parts.key, parts.value])[..., None, None]})
-    _put(made.to_out, {"weight": parts.out[..., None, None], "bias": parts.out_bias})
+    _put(made.to_out, {"weight": parts.out[..., None, None], "bias": _or_zeros(parts.out_bias, parts.out)})
     if memory is not None:
         _put(made, {"mem_kv": rearrange(memory, "kv n heads d -> kv heads n d")})
     return made.train(module.training)
@@ -293,7 +298,7 @@ def _make(parts: Projections, kind: type[nn.Module]) -> nn.Module:
         made = CrossAttention2d(dim, context_dim, heads, dim_head)
         _put(made.to_q, {"weight": parts.query[..., None, None]})
         _put(made.to_kv, {"weight": torch.cat([parts.key, parts.value])})
-    _put(made.to_out, {"weight": parts.out[..., None, None], "bias": _or_zeros(parts.out_bias, parts.out)})
+    _put(made.to_out, {"weight": parts.out[..., None, None], "bias": parts.out_bias})
     return made
 
 
@@ -302,6 +307,8 @@ def _from_linears(
 ) -> Projections:
     """Three linear layers and one behind them, the layout of most projects."""
     biases = None if linears[0].bias is None else tuple(linear.bias for linear in linears)
+    if any((linear.bias is None) != (biases is None) for linear in linears):
+        raise ValueError("query, key and value must have a bias each or none at all")
     return Projections(heads, *(linear.weight for linear in linears), biases, out.weight, out.bias, dropout)
 
 
@@ -310,17 +317,23 @@ def _put_linears(linears: tuple[nn.Linear, nn.Linear, nn.Linear], out: nn.Linear
         _put(linear, {"weight": weight})
         if parts.biases is not None:
             _put(linear, {"bias": parts.biases[number]})
-    _put(out, {"weight": parts.out, "bias": _or_zeros(parts.out_bias, parts.out)})
+    _put(out, {"weight": parts.out, "bias": parts.out_bias})
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
-    """The bias of an output layer, which ours always has."""
+    """The bias of an output layer in a class that always has one."""
     return weight.new_zeros(weight.shape[0]) if bias is None else bias
 
 
-def _put(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Sets parameters to copies, with the dtype and device of what is copied. Raises ValueError for another shape."""
+def _put(module: nn.Module, tensors: dict[str, Tensor | None]) -> None:
+    """Sets parameters to copies, with the dtype and device of what is copied; None takes one away.
+
+    Raises ValueError for another shape.
+    """
     for name, tensor in tensors.items():
+        if tensor is None:
+            setattr(module, name, None)
+            continue
         wanted = getattr(module, name).shape
         if tensor.shape != wanted:
             raise ValueError(f"{name} of {_name(module)} is {tuple(wanted)}, got {tuple(tensor.shape)}")

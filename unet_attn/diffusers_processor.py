@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from unet_attn.attention import attention, merge_heads, multi_head_attention, split_heads
 
-MASKED = -10000.0  # what diffusers' U-Nets add to the scores of a token that may not be attended to
-
 
 class AttnProcessor:
     """Computes an Attention module's forward pass through unet_attn.attention, fused and without its weights.
@@ -37,10 +35,13 @@ class AttnProcessor:
         temb: Tensor | None = None,
     ) -> Tensor:
         """hidden_states: (B, C, H, W) or (B, Nq, C); encoder_hidden_states: (B, Nk, D), None = self-attention;
-        attention_mask: added to the scores, (B, Nk) or (B, 1 or Nq, Nk); temb: for a spatial norm only.
+        attention_mask: (B, Nk), (B, 1 or Nq, Nk) or (B * heads, 1 or Nq, Nk), numbers added to the scores, or bool,
+        True = may be attended; temb: for a spatial norm only.
 
-        Returns hidden_states' shape. Raises ValueError for a mask of a wrong length, which diffusers would fill up in
-        silence, and for an Attention that AttnProcessor2_0 does not serve either.
+        A query whose keys are all at -10000, as diffusers' U-Nets hide padding, attends as if nothing were hidden, as
+        in diffusers; one whose keys are all False gets 0. Returns hidden_states' shape. Raises ValueError for a mask
+        of a wrong shape, where diffusers fills up lengths in silence, and for an Attention that AttnProcessor2_0 does
+        not serve either.
         """
         _check(attn)
         residual = hidden_states
@@ -59,12 +60,15 @@ class AttnProcessor:
         query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
         query = _normed_heads(query, attn.norm_q, attn.heads)
         key = _normed_heads(key, attn.norm_k, attn.heads)
-        bias = None if attention_mask is None else _bias(attention_mask, query.shape[1], key.shape[1])
+        scores = (query.shape[0], attn.heads, query.shape[1], key.shape[1])
+        mask, bias = (None, None) if attention_mask is None else _mask_and_bias(attention_mask, scores)
 
         if self.keep_weights:
-            output, self.weights = _weighed(query, key, value, bias, attn.heads)
+            split = (split_heads(x, attn.heads) for x in (query, key, value))
+            output, self.weights = attention(*split, mask, bias=bias)
+            output = merge_heads(output)
         else:
-            output = multi_head_attention(query, key, value, heads=attn.heads, bias=bias)
+            output = multi_head_attention(query, key, value, heads=attn.heads, mask=mask, bias=bias)
 
         output = attn.to_out[1](attn.to_out[0](output))
         if residual.ndim == 4:
@@ -109,25 +113,22 @@ def _normed_heads(x: Tensor, norm: nn.Module | None, heads: int) -> Tensor:
     return x if norm is None else merge_heads(norm(split_heads(x, heads)))
 
 
-def _bias(attention_mask: Tensor, queries: int, keys: int) -> Tensor:
-    """diffusers' mask as a bias that broadcasts to (B, heads, Nq, Nk)."""
-    if attention_mask.dtype == torch.bool:
-        attention_mask = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill(~attention_mask, MASKED)
+def _mask_and_bias(attention_mask: Tensor, scores: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """diffusers' mask as one of ours, if it is bool, or else as a bias; it broadcasts to scores, (B, heads, Nq, Nk)."""
+    batch, heads, queries, keys = scores
+    given = tuple(attention_mask.shape)
+    if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        kind = attention_mask.dtype
+        raise ValueError(f"the attention mask must be bool, or float to be added, got {kind}: give mask != 0")
     if attention_mask.ndim == 2:
         attention_mask = attention_mask[:, None]
+    if attention_mask.ndim != 3 or attention_mask.shape[0] not in (1, batch, batch * heads):
+        raise ValueError(f"the attention mask must be {(batch, keys)} or {(batch, queries, keys)}, got shape {given}")
     if attention_mask.shape[-1] != keys:
         raise ValueError(f"the attention mask is for {attention_mask.shape[-1]} keys, but there are {keys}")
     if attention_mask.shape[-2] not in (1, queries):
         raise ValueError(f"the attention mask is for {attention_mask.shape[-2]} queries, but there are {queries}")
-    return rearrange(attention_mask, "b q k -> b 1 q k")
-
-
-def _weighed(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """The explicit form, which knows masks and no bias."""
-    mask = None
-    if bias is not None:
-        mask = bias > MASKED
-        if (mask & (bias != 0)).any():
-            raise ValueError("weights can be kept under masks of 0 and -10000 only, not under a bias on the scores")
-    output, weights = attention(*(split_heads(x, heads) for x in (query, key, value)), mask)
-    return merge_heads(output), weights
+    # one of B * heads rows is by head, as prepare_attention_mask leaves it
+    own = heads if attention_mask.shape[0] == batch * heads else 1
+    attention_mask = rearrange(attention_mask, "(b heads) q k -> b heads q k", heads=own)
+    return (attention_mask, None) if attention_mask.dtype == torch.bool else (None, attention_mask)

@@ -19,9 +19,15 @@ def causal_mask(n: int, device: torch.device | None = None) -> Tensor:
 
 
 def masked_mean(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the real tokens, 0 where there is none. tokens: (B, N, D); mask: (B, N). Returns (B, D)."""
+    """Mean over the real tokens, 0 where there is none. tokens: (B, N, D); mask: (B, N). Returns (B, D).
+
+    Raises ValueError if the mask does not fit; one row of it may serve the whole batch.
+    """
     if mask is None:
         return tokens.mean(dim=1)
+    batch, length, _ = tokens.shape
+    if mask.ndim != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != length:
+        raise ValueError(f"mask must be {(batch, length)}, as there are tokens, got shape {tuple(mask.shape)}")
     mask = (mask != 0).unsqueeze(-1)
     return tokens.masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
