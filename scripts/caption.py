@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train_judge import add_training_options, shown_progress, told_in_one_line
+from _folder import check_file
+from train_judge import add_training_options, check_new_folder, near_doubles, shown_progress, told_in_one_line
 
 from unet_attn.metadata import METADATA_NAMES
 
@@ -34,10 +35,12 @@ LABELS = {
     "exact_match": "exact match",
     "exact_match_surer_half": "  of the surer half",
     "exact_match_other_half": "  of the other half",
+    "exact_match_without_doubles": "  without near doubles",
     "confidence": "mean confidence",
     "agreement": "agreement by the judge",
     "agreement_surer_half": "  of the surer half",
     "agreement_other_half": "  of the other half",
+    "agreement_without_doubles": "  without near doubles",
 }
 COLUMNS = {"captioner": "captioner", "most_frequent": "one for all", "true": "true captions"}
 
@@ -49,7 +52,7 @@ def main() -> int:
         "--out", type=Path, metavar="FILE", help="the proposals (default DIR.captions.jsonl, beside DIR)"
     )
     parser.add_argument("--judge", type=Path, metavar="JUDGE", help="a judge of this data, for the agreement")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the trained captioner there")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the trained captioner there, a new folder")
     add_training_options(parser, network="captioner", dim=64, steps=1500)
     return told_in_one_line(caption, parser.parse_args())
 
@@ -71,6 +74,9 @@ def caption(options: argparse.Namespace) -> None:
     captions = [data.captions[index][0] for index in captioned]
     trained, held_out = split_held_out(len(captioned), options.seed)
     judge = chosen_judge(options, captions, device)
+    alike = None if judge is None else trained_alike(judge, options, trained=len(trained), held_out=len(held_out))
+    if alike is False:
+        print(told_of_other_split(judge, options), file=sys.stderr)
 
     torch.manual_seed(options.seed)  # initial weights
     size = CaptionerSize(options.resolution, options.channels, options.patch_size, options.dim)
@@ -90,9 +96,20 @@ def caption(options: argparse.Namespace) -> None:
         )
     seconds = time.monotonic() - started
 
-    scores = held_out_scores(captioner, pictures, captions, trained=trained, held_out=held_out, judge=judge)
-    captioner.record = record_of(options, scores, trained=len(trained), held_out=len(held_out), seconds=seconds)
-    print(f"trained on {len(trained)} pictures in {seconds:.0f} s; on {len(held_out)} that were held out:")
+    doubled = near_doubles(pictures, trained=trained, held_out=held_out).tolist()
+    scores = held_out_scores(
+        captioner, pictures, captions, trained=trained, held_out=held_out, doubled=doubled, judge=judge
+    )
+    captioner.record = record_of(options, scores, seconds=seconds) | {
+        "trained_pictures": len(trained),
+        "held_out_pictures": len(held_out),
+        "held_out_near_doubles": sum(doubled),
+        "judge_trained_alike": alike,
+    }
+    print(
+        f"trained on {len(trained)} pictures in {seconds:.0f} s; on {len(held_out)} that were held out, "
+        f"{sum(doubled)} of them near doubles of a trained one:"
+    )
     print(table(scores))
     write_new(scores_path, json.dumps(captioner.record, indent=2, allow_nan=False) + "\n")
     if options.save is not None:
@@ -117,17 +134,20 @@ def chosen_files(options: argparse.Namespace) -> tuple[Path, Path]:
             f"{out} would become training data before anyone has read it: give an --out outside {options.data} that is "
             "not called metadata"
         )
-    if options.save is not None and folder in (options.save.resolve(), *options.save.resolve().parents):
-        raise ValueError(f"--save {options.save} lies in the data folder, which is never written to: give another")
     scores = out.with_name(f"{out.stem}.scores.json")
     for path in (out, scores):
-        if path.exists():
+        if os.path.lexists(path):
             raise ValueError(f"{path} exists already and is never written over: give another --out, or move it away")
-    if not out.resolve().parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent} for --out")
-    if not os.access(out.resolve().parent, os.W_OK):
-        raise ValueError(f"{out.parent} cannot be written to: give another --out")
+        check_file(path, "--out")
+        if options.save is not None and one_in_the_other(path.resolve(), options.save.resolve()):
+            raise ValueError(f"--save {options.save} is in the way of {path}: give another folder")
+    if options.save is not None:
+        check_new_folder(options.save, "--save", options.data)
     return out, scores
+
+
+def one_in_the_other(a: Path, b: Path) -> bool:
+    return a in (b, *b.parents) or b in a.parents
 
 
 def read_pictures(options: argparse.Namespace) -> "CaptionedImages":
@@ -167,6 +187,24 @@ def chosen_judge(options: argparse.Namespace, captions: Sequence[str], device: o
     return judge.to(device)
 
 
+def trained_alike(judge: "Judge", options: argparse.Namespace, *, trained: int, held_out: int) -> bool:
+    """Whether the judge learned from the same part of the same data, so that it has not seen what is held out here."""
+    split = {"seed": options.seed, "trained_pictures": trained, "held_out_pictures": held_out}
+    data = judge.record.get("data")
+    same_data = isinstance(data, str) and Path(data).resolve() == options.data.resolve()
+    return same_data and all(judge.record.get(name) == value for name, value in split.items())
+
+
+def told_of_other_split(judge: "Judge", options: argparse.Namespace) -> str:
+    parts = (judge.record.get(name, "unknown") for name in ("data", "seed", "trained_pictures"))
+    data, seed, count = (" ".join(str(part).split()) for part in parts)
+    return (
+        f"warning: the judge {options.judge} learned from other pictures (data {data}, seed {seed}, {count} pictures): "
+        "it may know some that are held out here, and then all its agreements are too high, those of the true captions "
+        f"too; train it on {options.data} as it is now with --seed {options.seed}"
+    )
+
+
 # -------------------------------------------------------------------------------------------------------------- scoring
 
 
@@ -177,11 +215,13 @@ def held_out_scores(
     *,
     trained: Sequence[int],
     held_out: Sequence[int],
+    doubled: Sequence[bool],
     judge: "Judge | None",
 ) -> "dict[str, dict[str, Estimate]]":
     """How good the captions of held-out pictures are, by who gave them and measure.
 
-    pictures: (N, C, H, W), and their N captions; trained, held_out: numbers of pictures.
+    pictures: (N, C, H, W), and their N captions; trained, held_out: numbers of pictures; doubled: which of those held
+    out are near doubles of a trained one. What would be measured on no picture is left out.
     """
     from unet_attn.captioner import constant_token_accuracy, exact_match, propose, token_accuracy
     from unet_attn.measures import mean_with_error
@@ -206,7 +246,11 @@ def held_out_scores(
     }
     order = confidence.argsort(descending=True, stable=True).tolist()
     half = len(order) // 2
-    for part, chosen in {"": sorted(order), "_surer_half": order[:half], "_other_half": order[half:]}.items():
+    parts = {"": sorted(order), "_surer_half": order[:half], "_other_half": order[half:]}
+    parts["_without_doubles"] = [n for n in sorted(order) if not doubled[n]]
+    for part, chosen in parts.items():
+        if not chosen:
+            continue
         for who, texts in said.items():
             here = [texts[n] for n in chosen]
             if who != "true":
@@ -234,19 +278,15 @@ def record_of(
     options: argparse.Namespace,
     scores: "Mapping[str, Mapping[str, Estimate]]",
     *,
-    trained: int,
-    held_out: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """What the result file and the saved captioner say of how it was trained and how good it is."""
+    """What the result file and the saved captioner say of how it was trained and how good it is, but for the counts."""
     import torch
 
     return {
         "scores": {
             who: {measure: estimate._asdict() for measure, estimate in each.items()} for who, each in scores.items()
         },
-        "trained_pictures": trained,
-        "held_out_pictures": held_out,
         "data": str(options.data),
         "judge": None if options.judge is None else str(options.judge),
         "steps": options.steps,

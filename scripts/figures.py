@@ -1,12 +1,14 @@
 """Make the figures of docs/attention.md, each from weights that were trained here, in a minute.
 
-    python scripts/figures.py data/emoji [--out docs/figures] [--judge JUDGE PICTURE docs/images/judge.png]
+    python scripts/figures.py data/emoji [--out docs/figures]
 
 masks.png        who may attend to whom: padding, causal, both
 patches.png      four heads of 12 numbers looking at the patches of a picture (48 = 4 x 12)
 translation.png  which German word each English word looks at
 
-With --judge another file, of docs/evaluation.md: where the four heads of a trained judge look in a picture.
+Another figure, of docs/evaluation.md, shows where the heads of a trained judge look in a picture. It alone is made by
+
+    python scripts/figures.py --judge runs/judge PICTURE docs/images/judge.png
 """
 
 import argparse
@@ -44,27 +46,44 @@ PHRASES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", metavar="DIR", type=Path, help="colour pictures to learn from, such as data/emoji")
-    parser.add_argument("--out", type=Path, default=Path("docs/figures"))
-    parser.add_argument("--steps", type=int, default=600, help="training steps of each network (600)")
     parser.add_argument(
-        "--judge", type=Path, nargs=3, metavar=("JUDGE", "PICTURE", "FILE"), help="where its heads look"
+        "pictures", metavar="DIR", type=Path, nargs="?", help="colour pictures to learn from, such as data/emoji"
+    )
+    parser.add_argument("--out", type=Path, help="(docs/figures)")
+    parser.add_argument("--steps", type=int, help="training steps of each network (600)")
+    parser.add_argument(
+        "--judge", type=Path, nargs=3, metavar=("JUDGE", "PICTURE", "FILE"), help="where its heads look, and no more"
     )
     options = parser.parse_args()
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        if options.judge is not None:
-            judge, picture, file = options.judge
-            figure_of_judge(judge, picture).save(file, optimize=True)
-            print(f"wrote {file}")
-        figure_of_masks().save(options.out / "masks.png")
-        figure_of_translation(options.steps).save(options.out / "translation.png")
-        figure_of_patches(options.pictures, options.steps).save(options.out / "patches.png")
+        print(made(options))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote masks.png, translation.png and patches.png to {options.out}")
     return 0
+
+
+def made(options: argparse.Namespace) -> str:
+    """Make what is asked for, and say what was written. Raises ValueError for options that do not go together."""
+    if options.judge is not None:
+        others = {"DIR": options.pictures, "--out": options.out, "--steps": options.steps}
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(f"--judge makes one figure, of a judge that is trained: leave out {', '.join(given)}")
+        judge, picture, file = options.judge
+        figure_of_judge(judge, picture).save(file, optimize=True)
+        return f"wrote {file}"
+    if options.pictures is None:
+        raise ValueError("give DIR, colour pictures to learn from such as data/emoji, or --judge")
+    steps = 600 if options.steps is None else options.steps
+    if steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {steps}")
+    out = options.out or Path("docs/figures")
+    out.mkdir(parents=True, exist_ok=True)
+    figure_of_masks().save(out / "masks.png")
+    figure_of_translation(steps).save(out / "translation.png")
+    figure_of_patches(options.pictures, steps).save(out / "patches.png")
+    return f"wrote masks.png, translation.png and patches.png to {out}"
 
 
 # -------------------------------------------------------------------------------------------------------------- drawing

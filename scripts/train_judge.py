@@ -3,21 +3,33 @@
     python scripts/train_judge.py DIR --out runs/judge
 
 A tenth of the pictures is held out. How often the judge finds their captions among 100 is printed, and kept with it:
-sampled pictures cannot be expected to do better. Then: python scripts/evaluate.py RUN --judge runs/judge ...
+sampled pictures cannot be expected to do better. So is how often without those that are near doubles of a trained
+picture, which it finds more easily. Then: python scripts/evaluate.py RUN --judge runs/judge ...
 """
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _folder import check_folder
+
+if TYPE_CHECKING:  # they take seconds to import, which a wrong command line need not wait for
+    from torch import Tensor
+
+    from unet_attn.judge import Judge
+
+LEAST = {"resolution": 1, "patch_size": 1, "dim": 1, "steps": 2, "batch_size": 2}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", metavar="DIR", type=Path, help="captioned pictures")
-    parser.add_argument("--out", type=Path, required=True, metavar="JUDGE", help="folder for the judge")
+    parser.add_argument("--out", type=Path, required=True, metavar="JUDGE", help="a new folder for the judge")
     add_training_options(parser, network="image transformer", dim=48, steps=900)
     return told_in_one_line(train, parser.parse_args())
 
@@ -37,9 +49,11 @@ def add_training_options(parser: argparse.ArgumentParser, *, network: str, dim: 
 def told_in_one_line(work: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
     """Do the work; returns the exit code, 2 where it was refused with one line on stderr."""
     try:
-        for name in ("steps", "batch_size"):
-            if getattr(options, name) < 2:
-                raise ValueError(f"--{name} must be at least 2, got {getattr(options, name)}")
+        for name, least in LEAST.items():
+            if getattr(options, name) < least:
+                raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+        if not 0 <= options.seed < 2**63:
+            raise ValueError(f"--seed must be at least 0 and below 2^63, got {options.seed}")
         work(options)
     except ModuleNotFoundError as error:
         print(f"error: {error.name} is not installed: pip install 'unet-attn[train]'", file=sys.stderr)
@@ -50,13 +64,31 @@ def told_in_one_line(work: Callable[[argparse.Namespace], None], options: argpar
     return 0
 
 
+def check_new_folder(folder: Path, option: str, data: Path) -> None:
+    """Raise ValueError, naming the option, unless `folder` is empty or new, can be written, and is not in `data`."""
+    if data.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise ValueError(f"{option} {folder} lies in the data folder, which is never written to: give another")
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{option} {folder} exists and is no empty folder, and nothing is written over: give another")
+    check_folder(folder, option)
+
+
+def near_doubles(pictures: "Tensor", *, trained: Sequence[int], held_out: Sequence[int]) -> "Tensor":
+    """Which held-out pictures are near copies of a trained one: (number held out,) bool. pictures: (N, C, H, W)."""
+    from unet_attn.measures import COPY_CORRELATION, nearest_pictures
+
+    return nearest_pictures(pictures[held_out], pictures[trained]).correlation >= COPY_CORRELATION
+
+
 def train(options: argparse.Namespace) -> None:
+    # everything that can be refused is refused before minutes of training
+    check_new_folder(options.out, "--out", options.data)
     import torch
     from sample import chosen_device
 
     from unet_attn.data import CaptionedImages, DataOptions
-    from unet_attn.judge import Judge, JudgeSize, caption_agreement, train_judge
-    from unet_attn.measures import CANDIDATES, check_candidates
+    from unet_attn.judge import Judge, JudgeSize, train_judge
+    from unet_attn.measures import check_candidates
     from unet_attn.picture_model import caption_key, split_held_out
     from unet_attn.tokenizer import train_tokenizer
 
@@ -88,17 +120,8 @@ def train(options: argparse.Namespace) -> None:
         )
     seconds = time.monotonic() - started
 
-    # as many of those it was trained on, from end to end: neighbours in a folder are alike
-    seen_again = trained[:: len(trained) // len(held_out)][: len(held_out)]
-    held, seen = (
-        caption_agreement(judge, pictures[chosen], [captions[n] for n in chosen], captions, seed=options.seed)
-        for chosen in (held_out, seen_again)
-    )
-    judge.record = {
-        "held_out_agreement": held.value,
-        "held_out_agreement_error": held.error,
-        "trained_agreement": seen.value,
-        "candidates": CANDIDATES,
+    figures = judged(judge, pictures, captions, trained=trained, held_out=held_out, seed=options.seed)
+    judge.record = figures | {
         "held_out_pictures": len(held_out),
         "trained_pictures": len(trained),
         "data": str(options.data),
@@ -110,11 +133,59 @@ def train(options: argparse.Namespace) -> None:
     }
     judge.save(options.out)
     print(f"trained on {len(trained)} pictures in {seconds:.0f} s")
-    print(
-        f"finds the caption of {100 * held.value:.1f} +- {100 * held.error:.1f} % of {len(held_out)} held-out pictures "
-        f"among {CANDIDATES} (of trained ones {100 * seen.value:.1f} %, by chance {100 / CANDIDATES:.1f} %)"
-    )
+    print(told(judge.record))
     print(f"written to {options.out}")
+
+
+def judged(
+    judge: "Judge",
+    pictures: "Tensor",
+    captions: Sequence[str],
+    *,
+    trained: Sequence[int],
+    held_out: Sequence[int],
+    seed: int,
+) -> dict[str, float | int | None]:
+    """How often it finds the captions of pictures that it has not seen, and of as many that it has.
+
+    pictures: (N, C, H, W), and their N captions; trained, held_out: numbers of pictures.
+    """
+    from unet_attn.judge import captions_found
+    from unet_attn.measures import CANDIDATES, mean_with_error
+
+    # from end to end: neighbours in a folder are alike
+    seen_again = trained[:: len(trained) // len(held_out)][: len(held_out)]
+    held, seen = (
+        captions_found(judge, pictures[chosen], [captions[n] for n in chosen], captions, seed=seed)
+        for chosen in (held_out, seen_again)
+    )
+    doubles = near_doubles(pictures, trained=trained, held_out=held_out)
+    agreement = mean_with_error(held, seed=seed)
+    without = None if doubles.all() else mean_with_error(held[~doubles], seed=seed)
+    return {
+        "held_out_agreement": agreement.value,
+        "held_out_agreement_error": agreement.error,
+        "held_out_near_doubles": int(doubles.sum()),
+        "agreement_without_near_doubles": without and without.value,
+        "agreement_without_near_doubles_error": without and without.error,
+        "trained_agreement": seen.double().mean().item(),
+        "candidates": CANDIDATES,
+    }
+
+
+def told(record: Mapping[str, Any]) -> str:
+    """What a judge's record says of how good it is."""
+    held, error, seen = (
+        100 * record[name] for name in ("held_out_agreement", "held_out_agreement_error", "trained_agreement")
+    )
+    of, among = record["held_out_pictures"], record["candidates"]
+    doubles, without = record["held_out_near_doubles"], record["agreement_without_near_doubles"]
+    more = "" if without is None else f"; without them {100 * without:.1f} %"
+    return (
+        f"finds the caption of {held:.1f} +- {error:.1f} % of {of} held-out pictures among {among} (of trained ones "
+        f"{seen:.1f} %, by chance {100 / among:.1f} %)\n"
+        f"{doubles} of the {of} are near doubles of a trained picture{more if doubles else ''}"
+    )
 
 
 @contextmanager

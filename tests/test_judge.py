@@ -19,6 +19,7 @@ from unet_attn.judge import (
     JudgeSize,
     best_first,
     caption_agreement,
+    captions_found,
     contrastive_loss,
     similarities,
     train_judge,
@@ -80,6 +81,8 @@ def test_it_finds_the_captions_of_pictures_it_has_not_seen(trained: Judge) -> No
     exchanged = caption_agreement(trained, pictures, captions[1:] + captions[:1], CAPTIONS, candidates=9)
 
     assert known.value > 0.9
+    found = captions_found(trained, pictures, captions, CAPTIONS, candidates=9)
+    assert found.shape == (100,) and found.double().mean().item() == pytest.approx(known.value)
     assert before.value < 0.4 and exchanged.value < 0.4
 
 
@@ -163,6 +166,102 @@ def test_the_script_trains_says_how_good_it_is_and_saves(
     assert told in capsys.readouterr().out
 
 
+def test_near_doubles_of_trained_pictures_are_counted_and_left_out(
+    train_script: Callable[..., int], trained: Judge
+) -> None:
+    script = import_module("train_judge")
+    pictures = 2 * torch.rand(131, 1, 12, 12, generator=torch.Generator().manual_seed(0)) - 1
+    pictures[7] = 0.5 * pictures[0]  # paler
+    pictures[11] = 0.5 * (pictures[1] + pictures[2])  # correlates, but less
+    captions = [f"{number} {CAPTIONS[number % 9]}" for number in range(131)]
+    best = int(similarities(trained, pictures[7:8], captions).argmax())  # the double's caption is found
+    captions[7], captions[best] = captions[best], captions[7]
+    parts = {"trained": [*range(5), *range(12, 131)], "held_out": list(range(5, 12))}
+
+    doubles = script.near_doubles(pictures, **parts)
+    figures = script.judged(trained, pictures, captions, **parts, seed=3)
+
+    assert doubles.tolist() == [False, False, True, False, False, False, False]
+    found = captions_found(trained, pictures[5:12], captions[5:12], captions, seed=3).double()
+    assert figures["held_out_near_doubles"] == 1
+    assert figures["held_out_agreement"] == pytest.approx(found.mean().item())
+    assert found[2] and figures["agreement_without_near_doubles"] == pytest.approx(found[~doubles].mean().item())
+    assert figures["agreement_without_near_doubles"] < figures["held_out_agreement"]
+    counts = {"held_out_pictures": 7, "trained_pictures": 124}
+    share = 100 * figures["agreement_without_near_doubles"]
+    assert script.told(figures | counts).endswith(
+        f"1 of the 7 are near doubles of a trained picture; without them {share:.1f} %"
+    )
+    pictures[5:12] = pictures[:1]
+    figures = script.judged(trained, pictures, captions, **parts, seed=3)
+    assert figures["held_out_near_doubles"] == 7 and figures["agreement_without_near_doubles"] is None
+    assert script.told(figures | counts).endswith("7 of the 7 are near doubles of a trained picture")
+
+
+def test_a_place_where_something_would_be_lost_is_refused_before_the_pictures_are_read(
+    train_script: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"  # not even there: nothing of it is looked at
+    run, locked = tmp_path / "run", tmp_path / "a file"
+    (run / "tokenizer").mkdir(parents=True)
+    (run / "tokenizer" / "tokenizer.json").write_text("the run's", encoding="utf-8")
+    new_judge().save(tmp_path / "judge")
+    locked.write_text("mine", encoding="utf-8")
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def refusal(out: str | Path) -> str:
+        assert train_script(data, "--out", out) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --out {out} ") and error.count("\n") == 1
+        return error
+
+    for filled in (run, tmp_path / "judge", locked, tmp_path / "lost"):
+        assert "exists and is no empty folder, and nothing is written over: give another" in refusal(filled)
+    for within in (data, data / "judge", data / "a" / "b", run / ".." / "data" / "judge"):
+        assert "lies in the data folder, which is never written to" in refusal(within)
+    assert "cannot be made" in refusal(locked / "judge")
+    assert "cannot be written" in refusal("/proc/j")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("script", ["train_judge", "caption"])
+def test_a_number_that_is_out_of_range_is_refused_in_one_line(
+    train_script: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    script: str,
+) -> None:
+    out = tmp_path / ("judge" if script == "train_judge" else "new.jsonl")
+    command = [f"{script}.py", str(tmp_path / "data"), "--out", str(out)]
+    for name, value, told in (
+        ("patch_size", 0, "at least 1, got 0"),
+        ("resolution", -32, "at least 1, got -32"),
+        ("dim", 0, "at least 1, got 0"),
+        ("steps", 1, "at least 2, got 1"),
+        ("batch_size", 1, "at least 2, got 1"),
+        ("seed", -1, "at least 0 and below 2^63, got -1"),
+        ("seed", 2**63, f"at least 0 and below 2^63, got {2**63}"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*command, f"--{name}", str(value)])
+        assert import_module(script).main() == 2
+        assert capsys.readouterr().err == f"error: --{name} must be {told}\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("patch_size", 3), ("patch_size", 64), ("dim", 7)])
+def test_sizes_that_do_not_divide_are_refused_in_one_line(
+    train_script: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], *, name: str, value: int
+) -> None:
+    data = captioned_folder(tmp_path / "data", 200, captions=101)
+
+    assert train_script(data, "--out", tmp_path / "judge", "--resolution", "8", f"--{name}", value) == 2
+
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"of {value}" in error and "divide" in error
+
+
 @pytest.mark.parametrize(
     ("count", "captions", "message"),
     [
@@ -184,6 +283,30 @@ def test_the_script_refuses_data_that_cannot_be_judged_in_one_line(
     assert train_script(data, "--out", tmp_path / "judge") == 2
     assert capsys.readouterr().err == f"error: {message}\n"
     assert not (tmp_path / "judge").exists()
+
+
+def test_the_figure_of_a_judge_is_made_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.chdir(tmp_path)
+    new_judge().save(tmp_path / "judge")
+    Image.new("L", (12, 12), 255).save("white.png")
+
+    def make(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["figures.py", *arguments])
+        code = import_module("figures").main()
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    asked = ("--judge", "judge", "white.png", "heads.png")
+    assert make(*asked) == (0, "wrote heads.png\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads.png", "judge", "white.png"]
+    told = "error: --judge makes one figure, of a judge that is trained: leave out DIR, --out, --steps\n"
+    assert make("emoji", *asked, "--out", "out", "--steps", "3") == (2, told)
+    assert make() == (2, "error: give DIR, colour pictures to learn from such as data/emoji, or --judge\n")
+    assert make("emoji", "--out", "out", "--steps", "0") == (2, "error: --steps must be at least 1, got 0\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_figure_of_its_heads_tints_the_patches_by_what_they_give(

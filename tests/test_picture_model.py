@@ -1,6 +1,7 @@
 """What judge and captioner share: the held-out part, training's moves, and a folder that is whole or refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,9 +77,14 @@ def test_a_broken_folder_is_refused_in_one_line(size: JudgeSize | CaptionerSize,
     for broken, reason in (
         (about | {"format_version": 9}, "it has format_version 9, this release of unet-attn reads 1"),
         (about | {"size": about["size"] | {"arms": 8}}, "arms"),
-        (about | {"size": about["size"] | {"dim": 16}}, "size mismatch"),
+        (
+            about | {"size": about["size"] | {"dim": 16}},
+            f"holds the weights of another model than {path.name} describes",
+        ),
+        (about | {"size": about["size"] | {"patch_size": 0}}, "zero"),
         ({key: about[key] for key in ("format_version", "size")}, "record"),
         ([about], "list"),
+        (about | {"record": [1]}, "cannot convert"),
     ):
         path.write_text(json.dumps(broken), encoding="utf-8")
         assert reason in refusal() and "\n" not in refusal()
@@ -86,7 +92,47 @@ def test_a_broken_folder_is_refused_in_one_line(size: JudgeSize | CaptionerSize,
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "\n" not in refusal()
+    shutil.rmtree(tmp_path / "tokenizer")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(
         FileNotFoundError, match=f"holds no {model.kind} .no {model.kind}.json.: train one with scripts"
     ):
-        type(model).load(tmp_path / "tokenizer")
+        type(model).load(tmp_path / "empty")
+
+
+def test_a_model_of_the_other_kind_is_named_in_one_short_line(tmp_path: Path) -> None:
+    judge, captioner = map(new_model, SIZES)
+    judge.save(tmp_path / "judge")
+    captioner.save(tmp_path / "captioner")
+
+    with pytest.raises(FileNotFoundError, match=r"/captioner holds a captioner, not a judge: train one with \S+$"):
+        Judge.load(tmp_path / "captioner")
+    with pytest.raises(FileNotFoundError, match=r"/judge holds a judge, not a captioner: train one with "):
+        Captioner.load(tmp_path / "judge")
+
+    # what an earlier release left where one was saved over the other
+    for name in ("captioner.json", "model.safetensors"):
+        shutil.copy(tmp_path / "captioner" / name, tmp_path / "judge")
+    with pytest.raises(ValueError, match=r"holds the weights of another model than judge\.json describes") as caught:
+        Judge.load(tmp_path / "judge")
+    assert len(str(caught.value)) < len(str(tmp_path)) + 150
+
+
+def test_it_is_not_saved_over_anything_but_its_own_kind(tmp_path: Path) -> None:
+    judge, captioner = map(new_model, SIZES)
+    (tmp_path / "run" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("the run's", encoding="utf-8")
+    judge.save(tmp_path / "judge")
+    before = (tmp_path / "judge" / "model.safetensors").read_bytes()
+
+    with pytest.raises(ValueError, match="run holds something else than a judge, which would be damaged"):
+        judge.save(tmp_path / "run")
+    with pytest.raises(ValueError, match="judge holds something else than a captioner"):
+        captioner.save(tmp_path / "judge")
+
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == ["tokenizer", "tokenizer.json"]
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8") == "the run's"
+    assert (tmp_path / "judge" / "model.safetensors").read_bytes() == before
+    judge.record = {"seed": 7}
+    judge.save(tmp_path / "judge")
+    assert Judge.load(tmp_path / "judge").record == {"seed": 7}

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from run_folder import BATCH, PROMPTS, STEPS, write_bare_run, write_picture, write_run
+from run_folder import BATCH, PROMPTS, STEPS, TIMES, evaluation, validation, write_bare_run, write_picture, write_run
 
 from unet_attn.report import MOST_GRIDS, as_html, write_report
 from unet_attn.report_page import LARGEST_PICTURE, data_uri
 from unet_attn.run_record import read_run
+from unet_attn.scores import score_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,7 +77,7 @@ def test_a_full_run_has_every_section(page: Page) -> None:
         "1 step was skipped, as loss or gradient was not finite: 11.",
         "42.77 ± 10.79",
         "of the training pictures themselves 0.125 ± 0.022",
-        "of real pictures new to it 0.634",
+        *(f"{row.name} {row.value} {row.tells}" for row in score_rows(evaluation())),
         "0.991 a/lock.png 17",
         "10.0% of the time waited for data",
         "1.25 GiB",
@@ -121,6 +122,50 @@ def test_a_run_of_the_first_release_is_told_what_would_measure_the_rest(tmp_path
     assert "python scripts/sample.py runs/old --prompt 'a caption'" in page.text
     assert "53 of 1,009" in page.text
     assert "Memory and the wait for data were not recorded" in page.text
+
+
+def test_a_run_that_was_evaluated_but_not_validated_shows_what_the_evaluation_found(tmp_path: Path) -> None:
+    run = write_bare_run(tmp_path / "old", steps=53, all_keys=False)
+    figures, measured = evaluation(), validation(1000)
+    figures["loss"] = {**figures["loss"], "pictures": 251, "times": TIMES, "by_time": measured["by_time"]}
+    (run / "evaluation.json").write_text(json.dumps(figures), encoding="utf-8")
+
+    html = as_html(read_run(run))
+    text = " ".join(Page(html).text.split())
+
+    assert text.count("python scripts/evaluate.py") == 1  # the sheet of copies, which is not there
+    assert "Not recorded by this run" not in text and "This measures loss and gap" not in text
+    assert "train.validate_every does that" in text
+    assert "evaluate.py measured the model as it was then on 251 pictures that training never saw" in text
+    assert "loss 0.1600 ± 0.0032 loss with another picture's caption 0.3700 ± 0.0074" in text
+    assert "gap, another picture's caption 0.2129 ± 0.0043 gap, no caption 0.0768 ± 0.0015" in text
+    drawn = html[html.index("Evaluation by noise level") :]
+    lines = re.findall(r'<g class="line\d">.*?points="(.*?)".*?<text.*?>(\w+)</text></g>', drawn)
+    assert {name: len(points.split()) for points, name in lines} == {"true": 5, "exchanged": 5, "empty": 5}
+
+    figures["loss"] |= {"on_training_data": None, "trained_on": 17}
+    (run / "evaluation.json").write_text(json.dumps(figures), encoding="utf-8")
+    told = "as it was then on 251 pictures, of which it was trained on 17, at fixed noise"
+    assert told in as_html(read_run(run))
+
+    # a validation of the run itself comes first
+    (run / "logs/validation.jsonl").write_text(json.dumps(measured) + "\n", encoding="utf-8")
+    html = as_html(read_run(run))
+    assert "Last validation by noise level" in html and "Evaluation by noise level" not in html
+    assert "as it was then" not in html
+
+
+def test_an_evaluation_without_the_training_pictures_says_so_and_asks_for_no_other(tmp_path: Path) -> None:
+    run = write_bare_run(tmp_path / "run", steps=3, text=False)
+    loss = {"empty": {"value": 0.25, "error": 0.01}, "pictures": 1, "on_training_data": None}
+    figures = {"copies": {"skipped": "the run's training pictures are not here"}, "nearest": [], "loss": loss}
+    (run / "evaluation.json").write_text(json.dumps(figures), encoding="utf-8")
+
+    text = " ".join(Page(as_html(read_run(run))).text.split())
+
+    assert "Copies Not counted: the run's training pictures are not here." in text
+    assert "evaluate.py measured the model as it was then on 1 picture, at fixed noise. value ± standard" in text
+    assert "loss 0.2500 ± 0.0100" in text and "python scripts/evaluate.py" not in text
 
 
 def test_a_run_without_text_speaks_of_no_captions(tmp_path: Path) -> None:
@@ -234,5 +279,13 @@ def test_the_script_prints_the_path_and_refuses_in_one_line(
 
     assert answer(run) == (0, f"{run / 'report.html'}\n", "")
     assert answer(tmp_path / "none") == (2, "", f"error: there is no folder {tmp_path / 'none'}\n")
+    (run / "model_index.json").write_text("{}", encoding="utf-8")
+    (run / "evaluation.json").write_text(json.dumps(evaluation()), encoding="utf-8")
+    card = run / "README.md"
+    assert answer(run) == (0, f"{run / 'report.html'}\n{card}\n", "")
+    assert "| KID x 1000 | 42.77 ± 10.79 |" in card.read_text(encoding="utf-8")
+    card.write_text("mine", encoding="utf-8")
+    assert answer(run) == (0, f"{run / 'report.html'}\n{card} stays as somebody wrote it\n", "")
+    assert card.read_text(encoding="utf-8") == "mine"
     no_run = f"error: {run / 'logs'} is not a run of scripts/train.py: it has no config.yaml\n"
     assert answer(run / "logs") == (2, "", no_run)

@@ -142,6 +142,25 @@ def similarities(judge: Judge, pictures: Tensor, captions: Sequence[str], *, bat
     return (torch.cat(seen) @ torch.cat(read).T).cpu()
 
 
+def captions_found(
+    judge: Judge,
+    pictures: Tensor,
+    captions: Sequence[str],
+    known: Sequence[str],
+    *,
+    candidates: int = CANDIDATES,
+    seed: int = 0,
+) -> Tensor:
+    """Of which pictures (N, C, H, W) the judge finds the own caption among others: (N,) bool.
+
+    captions: N; known: the captions from which the others are drawn. Raises ValueError if there are too few of them.
+    """
+    distinct = list(dict.fromkeys(map(caption_key, [*known, *captions])))
+    place = {key: number for number, key in enumerate(distinct)}
+    own = torch.tensor([place[caption_key(caption)] for caption in captions])
+    return found_among(similarities(judge, pictures, distinct), own, candidates=candidates, seed=seed)
+
+
 def caption_agreement(
     judge: Judge,
     pictures: Tensor,
@@ -151,15 +170,10 @@ def caption_agreement(
     candidates: int = CANDIDATES,
     seed: int = 0,
 ) -> Estimate:
-    """The share of pictures (N, C, H, W) whose own caption the judge finds among others; chance is 1 in `candidates`.
-
-    captions: N; known: the captions from which the others are drawn. Raises ValueError if there are too few of them.
-    """
-    distinct = list(dict.fromkeys(map(caption_key, [*known, *captions])))
-    place = {key: number for number, key in enumerate(distinct)}
-    own = torch.tensor([place[caption_key(caption)] for caption in captions])
-    found = found_among(similarities(judge, pictures, distinct), own, candidates=candidates, seed=seed)
-    return mean_with_error(found, seed=seed)
+    """The share of `captions_found`, whose arguments these are; by chance it is 1 in `candidates`."""
+    return mean_with_error(
+        captions_found(judge, pictures, captions, known, candidates=candidates, seed=seed), seed=seed
+    )
 
 
 def best_first(judge: Judge, pictures: Tensor, caption: str) -> list[int]:

@@ -5,7 +5,7 @@ KIND.json, model.safetensors and tokenizer/. Letters: B batch, N pictures, C cha
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import cos, pi
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol, Self
@@ -22,6 +22,7 @@ from unet_attn.image_transformer import ImageTransformer
 from unet_attn.sampler import epoch_order, sample_generator
 
 FORMAT_VERSION = 1
+KINDS = ("judge", "captioner")
 WARMUP_STEPS = 50
 WEIGHT_DECAY = 0.1
 SHIFT = 2  # pixels by which a training picture is moved; mirrored it would be another one: "arrow left"
@@ -89,7 +90,12 @@ class PictureModel(nn.Module):
         return self.tokenizer(list(captions), padding=True, truncation=True, return_tensors="pt").to(self.device)
 
     def save(self, folder: Path) -> None:
-        """Write KIND.json, model.safetensors and tokenizer/ into a folder, each whole or not at all."""
+        """Write KIND.json, model.safetensors and tokenizer/ into a folder, each whole or not at all.
+
+        Raises ValueError for a folder that holds something else than a model of this kind: a run has a tokenizer/ too.
+        """
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / f"{self.kind}.json").is_file():
+            raise ValueError(f"{folder} holds something else than a {self.kind}, which would be damaged: give another")
 
         def write(into: Path) -> None:
             about = {"format_version": FORMAT_VERSION, "size": self.size._asdict(), "record": self.record}
@@ -105,10 +111,13 @@ class PictureModel(nn.Module):
     def load(cls, folder: Path) -> Self:
         """A saved one, in evaluation mode. Nothing in the folder is executed.
 
-        Raises FileNotFoundError if it holds none, ValueError if it cannot be read.
+        Raises FileNotFoundError if it holds none, or one of another kind, ValueError if it cannot be read.
         """
         path = folder / f"{cls.kind}.json"
         if not path.is_file():
+            others = [kind for kind in KINDS if (folder / f"{kind}.json").is_file()]
+            if others:
+                raise FileNotFoundError(f"{folder} holds a {others[0]}, not a {cls.kind}: {cls.made_by}")
             raise FileNotFoundError(f"{folder} holds no {cls.kind} (no {path.name}): {cls.made_by}")
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
@@ -119,11 +128,28 @@ class PictureModel(nn.Module):
                     f"install a release that reads {found}"
                 )
             model = cls(cls.size_type(**about["size"]), PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"))
-            model.load_state_dict(load_file(folder / "model.safetensors"))
-            model.record = about["record"]
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, SafetensorError) as error:
+            weights = load_file(folder / "model.safetensors")
+            # torch would list every one of them
+            if _shapes(weights) != _shapes(model.state_dict()):
+                raise ValueError(f"model.safetensors holds the weights of another model than {path.name} describes")
+            model.load_state_dict(weights)
+            model.record = dict(about["record"])
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,  # a size of 0
+            RuntimeError,
+            OSError,
+            SafetensorError,
+        ) as error:
             raise ValueError(f"the {cls.kind} in {folder} cannot be read: {' '.join(str(error).split())}") from error
         return model.eval()
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in weights.items()}
 
 
 def caption_key(caption: str) -> str:
@@ -134,6 +160,7 @@ def caption_key(caption: str) -> str:
 def split_held_out(count: int, seed: int) -> tuple[list[int], list[int]]:
     """Numbers of the pictures to train on, and of those that are held out: a tenth, but at least 100.
 
+    They are drawn one by one, so that of two pictures that are nearly the same one may be trained on, the other not.
     Raises ValueError if that leaves fewer to train on than are held out.
     """
     held_out = max(FEWEST_HELD_OUT, count // HELD_OUT_SHARE)

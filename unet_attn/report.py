@@ -27,7 +27,6 @@ from unet_attn.report_page import (
 )
 from unet_attn.run_record import (
     NEAREST,
-    NOISE_BINS,
     SKIPPED,
     Metrics,
     RunRecord,
@@ -35,13 +34,19 @@ from unet_attn.run_record import (
     read_run,
     write_whole,
 )
-from unet_attn.scores import how_measured, score_rows
+from unet_attn.scores import as_text, how_measured, score_rows
 
 REPORT = "report.html"
 MOST_GRIDS = 8
 MOST_VALIDATIONS = 50  # points with error bars in a chart
 MOST_LISTED = 50  # skipped files and steps
-PART_OF_RUN = 20  # start, middle and end are each this part of the steps
+FINISHED = {  # the losses of evaluate.py, as they are called for a model with text
+    "true": "loss",
+    "exchanged": "loss with another picture's caption",
+    "empty": "loss without a caption",
+    "gap_exchanged": "gap, another picture's caption",
+    "gap_empty": "gap, no caption",
+}
 LAST_STEPS = 100  # whose mean is "the last loss": a single step's is mostly noise
 
 Item = TypeVar("Item")
@@ -151,7 +156,7 @@ def _schedule(metrics: Metrics) -> Line:
 
 def _by_noise(record: RunRecord) -> Section | None:
     metrics, figures = record.metrics, []
-    parts = _parts_of_run(metrics)
+    parts = {name: Line(*points) for name, points in metrics.loss_by_part().items()}
     if parts:
         across = "noise (0 = clean, 1 = noise)"
         drawing = chart(parts, title="Training loss by noise level", across=across, up="", log=True)
@@ -159,12 +164,14 @@ def _by_noise(record: RunRecord) -> Section | None:
             "Means over the first, a middle and the last twentieth of the steps. The end should lie lower everywhere."
         )
         figures.append((drawing, told))
-    last = record.validation[-1] if record.validation else {}
+    last, title = _evaluated_loss(record), "Evaluation by noise level"
+    if record.validation:
+        last, title = record.validation[-1], "Last validation by noise level"
     times, kinds = last.get("times"), last.get("by_time")
     if isinstance(times, list) and isinstance(kinds, dict):
         lines = {str(kind): Line(times, values) for kind, values in kinds.items() if _all_numbers(values, len(times))}
         if lines:
-            drawing = chart(lines, title="Last validation by noise level", across="noise (0 = clean, 1 = noise)", up="")
+            drawing = chart(lines, title=title, across="noise (0 = clean, 1 = noise)", up="")
             told = "With true, exchanged and empty captions. The more the lines part, the more the text matters."
             figures.append((drawing, told if record.has_text else "At fixed noise, with the averaged weights."))
     if figures:
@@ -178,22 +185,6 @@ def _by_noise(record: RunRecord) -> Section | None:
             missing("Not recorded by this run. This measures it for the finished model:", _evaluate(record)),
         )
     )
-
-
-def _parts_of_run(metrics: Metrics) -> dict[str, Line]:
-    """The mean loss in each eighth of the noise levels, early and late; an eighth that had no sample is left out."""
-    known = metrics.loss_by_noise[np.isfinite(metrics.loss_by_noise).any(axis=1)]
-    if not len(known):
-        return {}
-    size = max(1, len(known) // PART_OF_RUN)
-    middle = (len(known) - size) // 2
-    spans = {"start": known[:size], "middle": known[middle : middle + size], "end": known[-size:]}
-    lines = {}
-    for name, rows in spans.items() if len(known) > 2 else [("end", known)]:
-        found = [(n, column[np.isfinite(column)]) for n, column in enumerate(rows.T)]
-        found = [((n + 0.5) / NOISE_BINS, float(column.mean())) for n, column in found if len(column)]
-        lines[name] = Line([place for place, _ in found], [value for _, value in found])
-    return lines
 
 
 def _validation(record: RunRecord) -> Section | None:
@@ -220,15 +211,43 @@ def _validation(record: RunRecord) -> Section | None:
             return None
         why = (
             "This run did not validate as it went: train.validate_every does that, on pictures that "
-            "data.validation_share holds out. "
-            "This measures loss and gap of the finished model:"
+            "data.validation_share holds out."
         )
-        return Section("Validation", "validation", missing(why, _evaluate(record)))
+        body = _evaluated(record)
+        if body is None:
+            body = missing(f"{why} This measures loss and gap of the finished model:", _evaluate(record))
+        else:
+            body = paragraph(why) + body
+        return Section("Validation", "validation", body)
     last = lines[-1]
     seen = {True: "training never sees", False: "are also trained on"}.get(last.get("held_out"))
     of = f" on {counted(last['pictures'], 'picture')}" if isinstance(last.get("pictures"), int) else ""
     told = f"Measured{of}{f' that {seen}' if seen else ''}, the same noise and times at every validation."
     return Section("Validation", "validation", paragraph(told) + charts(figures))
+
+
+def _evaluated_loss(record: RunRecord) -> dict[str, Any]:
+    """What evaluate.py found of the loss; empty where it was not run, or by an older release."""
+    loss = (record.evaluation or {}).get("loss")
+    return loss if isinstance(loss, dict) else {}
+
+
+def _evaluated(record: RunRecord) -> str | None:
+    """What evaluate.py found of the loss, for a run that did not validate; None where it found nothing."""
+    loss = _evaluated_loss(record)
+    names = FINISHED if record.has_text else {"empty": "loss"}
+    figures = [(words, loss[name]) for name, words in names.items() if isinstance(loss.get(name), dict)]
+    rows = [(words, as_text(each.get("value"), each.get("error"), digits=4)) for words, each in figures]
+    if not (rows := [row for row in rows if row[1]]):
+        return None
+    seen = {True: " that it was trained on", False: " that training never saw"}.get(loss.get("on_training_data"), "")
+    if not seen and isinstance(loss.get("trained_on"), int):  # data of which the run had a part
+        seen = f", of which it was trained on {loss['trained_on']}"
+    of = f" on {counted(loss['pictures'], 'picture')}{seen}" if isinstance(loss.get("pictures"), int) else ""
+    told = f"evaluate.py measured the model as it was then{of}, at fixed noise."
+    if len(rows) > 1:
+        told += " At a gap of 0 the text is ignored."
+    return paragraph(told) + table(("", "value ± standard error"), rows)
 
 
 def _estimates(lines: Sequence[dict[str, Any]], name: str) -> Line:
@@ -281,6 +300,9 @@ def _copies(record: RunRecord) -> Section | None:
     if record.evaluation is None:
         return None
     path, nearest = record.folder / NEAREST, record.evaluation.get("nearest")
+    counts = record.evaluation.get("copies")
+    if isinstance(counts, dict) and counts.get("skipped"):
+        return Section("Copies", "copies", paragraph(f"Not counted: {counts['skipped']}."))
     if not path.is_file():
         why = "The sampled pictures were not laid beside their nearest training pictures. This does it:"
         return Section("Copies", "copies", missing(why, _evaluate(record)))

@@ -25,6 +25,7 @@ EVALUATION, NEAREST = "evaluation.json", "evaluation_nearest.png"
 DATA_SUMMARY, SKIPPED = "data.txt", "skipped.tsv"
 SCALARS = ("step", "loss", "lr", "pictures_seen", "grad_norm", "pictures_per_second", "data_wait", "memory_gib")
 NOISE_BINS = 8  # eighths of [0, 1] in loss_by_noise, 0 = clean
+PART_OF_RUN = 20  # start, middle and end are each this part of the steps
 _WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")  # no variants, which repeat the weights
 _GRID = re.compile(r"step-(\d+)\.png")
 
@@ -64,6 +65,24 @@ class Metrics:
         if len(pictures) > 1:
             pictures[0] = pictures[1]
         return pictures / self["pictures_per_second"]
+
+    def loss_by_part(self) -> dict[str, tuple[list[float], list[float]]]:
+        """The middles of the eighths of the noise levels and the mean loss in each, early and late in the run.
+
+        An eighth that had no sample is left out; empty where none was recorded.
+        """
+        known = self.loss_by_noise[np.isfinite(self.loss_by_noise).any(axis=1)]
+        if not len(known):
+            return {}
+        size = max(1, len(known) // PART_OF_RUN)
+        middle = (len(known) - size) // 2
+        spans = {"start": known[:size], "middle": known[middle : middle + size], "end": known[-size:]}
+        parts = {}
+        for name, rows in spans.items() if len(known) > 2 else [("end", known)]:
+            found = [(n, column[np.isfinite(column)]) for n, column in enumerate(rows.T)]
+            found = [((n + 0.5) / NOISE_BINS, float(column.mean())) for n, column in found if len(column)]
+            parts[name] = ([place for place, _ in found], [value for _, value in found])
+        return parts
 
 
 @dataclass(frozen=True)
