@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from unet_attn.checkpoint import load_state
 from unet_attn.data import CaptionedImages, DataError, DataOptions, StreamedImages, open_data
+from unet_attn.divergence import TrainingDiverged
 from unet_attn.inspection import describe_captions
 from unet_attn.loss_weights import NoiseUncertainty
 from unet_attn.model import TextConditionalUNet
@@ -36,7 +37,7 @@ from unet_attn.report import write_report
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 from unet_attn.tokenizer import train_tokenizer
 from unet_attn.tracking import check_trackers
-from unet_attn.training import Trainer, TrainingDiverged
+from unet_attn.training import Trainer
 from unet_attn.unet import AttnUNet2D
 
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -122,7 +123,10 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     Everything that can be wrong without data is built before it is read.
     """
     data_options = DataOptions(**config.data.as_dict())
-    objective = Objective(make(config.scheduler), **config.objective.as_dict())
+    try:
+        objective = Objective(make(config.scheduler), **config.objective.as_dict())
+    except IndexError as error:  # diffusers looks at the first of no betas
+        raise ValueError(f"scheduler.init_args make no {config.scheduler.class_path}: {error}") from None
     has_text = config.text_encoder is not None
     options.check_prompts(has_text=has_text)
     pretrained = has_text and config.text_encoder.class_path.endswith(".PretrainedText")
@@ -140,7 +144,8 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         x_prediction=objective.x_prediction,
     )
     if resume_from is not None:
-        now, saved = fixed_settings(options, unet, None, objective), load_state(resume_from)["fixed"]
+        saved = load_state(resume_from)["fixed"]
+        now = fixed_settings(options, unet, None, objective, validation_share=data_options.validation_share)
         known = [key for key in saved if not key.startswith("text_encoder")]  # its vocabulary is the captions'
         check_unchanged(resume_from, {key: saved[key] for key in known}, {key: now.get(key) for key in known})
     data = open_data(

@@ -36,7 +36,7 @@ buckets <- data
 ema, encodings, pipelines <- model <- watching
 conditioning, options, tracking, checkpoint, data <- watching <- training
 clock <- training
-sharding <- ema, optim, posthoc, training
+sharding <- ema, optim, posthoc, divergence <- training
 judge <- extractors <- feature_cache
 cache <- feature_cache
 ema, checkpoint <- posthoc <- training

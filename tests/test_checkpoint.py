@@ -203,3 +203,25 @@ def test_remains_of_a_crash_are_in_nobodys_way(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "latest").name == "step-000004"
     save(tmp_path, 4)
     assert names(tmp_path) == ["step-000004"]
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_read(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, tensors={"model": {"a": torch.ones(3)}}, state={})
+    (path / "stray.safetensors").write_bytes(b"no tensors")
+
+    assert list(load_checkpoint(path).tensors) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "reason"),
+    [
+        ('{"files": {}}', "its manifest.json lists no files"),
+        ('{"files": "x"}', "its manifest.json cannot be read"),
+        ('{"files": {"model.safetensors": 3}}', "its manifest.json cannot be read"),
+    ],
+)
+def test_a_manifest_that_vouches_for_nothing_is_a_fault(tmp_path: Path, manifest: str, reason: str) -> None:
+    path = save_checkpoint(tmp_path, 1, tensors={"model": {"a": torch.ones(3)}}, state={})
+    (path / "manifest.json").write_text(manifest)
+
+    assert fault(path) == reason

@@ -205,9 +205,10 @@ def test_text_encoder_null_trains_without_captions(script: ModuleType, config: P
         (["--train.resume", "latest"], "no run to resume in"),
         (["--text_encoder", "null"], "train.sample_prompts need a text_encoder"),
         (["--train.output_dir", "/proc/x/y"], "train.output_dir /proc/x/y cannot be written"),
-        (["--train.seed", "-1"], "train.seed must be at least 0, got -1"),
+        (["--train.seed", "-1"], "train.seed must be at least 0 and below 2^63, got -1"),
         (["--train.trackers", "[aim]"], "train.trackers has 'aim', which is not installed: pip install aim"),
         (["--data.background", "notacolour"], "data.background must be a colour"),
+        (["--train.max_minutes", ".nan"], "train.max_minutes must be above 0 and finite, got nan"),
         (["--data.validation_share", "1.5"], "data.validation_share must be at least 0 and below 1, got 1.5"),
         (
             ["--text_encoder", "unet_attn.text_encoder.PretrainedText", "--text_encoder.path", "/nope"],
@@ -237,6 +238,8 @@ def test_a_resumed_run_of_another_network_is_refused_before_data_is_read(
     assert "was trained with unet.dim_head" in capsys.readouterr().err
     assert script.main([*resumed, "--train.batch_size", "3"]) == 2
     assert "was trained with train.batch_size" in capsys.readouterr().err
+    assert script.main([*resumed, "--data.validation_share", "0.5"]) == 2
+    assert "was trained with data.validation_share 0.0, but it is 0.5 now" in capsys.readouterr().err
 
 
 def test_a_run_folder_among_the_pictures_is_refused(script: ModuleType, config: Path, tmp_path: Path, capsys) -> None:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from unet_attn import clock
-from unet_attn.checkpoint import save_checkpoint
 from unet_attn.data import CaptionedImages, DataOptions
 from unet_attn.model import TextConditionalUNet
 from unet_attn.objective import Objective
@@ -27,7 +26,7 @@ from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.sampler import SampleKey
 from unet_attn.text_encoder import TextEncoder
 from unet_attn.tokenizer import train_tokenizer
-from unet_attn.training import Trainer, TrainingDiverged
+from unet_attn.training import Trainer
 from unet_attn.unet import AttnUNet2D
 
 PICTURES = 11
@@ -225,38 +224,6 @@ def test_the_run_folder_is_a_pipeline_with_the_averaged_weights(pictures: Path, 
     assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_batch_that_is_not_finite_is_skipped_and_its_file_named(pictures: Path, tmp_path: Path, capsys) -> None:
-    data = TroubledImages(DataOptions(path=str(pictures), resolution=8), channels=1)
-    data.infinite_in = frozenset({3})
-    trainer = trainer_for(pictures, tmp_path / "run", data=data, checkpoint_every=1, keep_checkpoints=None)
-    trainer.run()
-    before, after = weights(tmp_path / "run", 2), weights(tmp_path / "run", 3)
-    guilty = next(key for key in list(iter_keys(trainer, 3)) if key.position == 1)
-
-    assert [name for name in after if not torch.equal(after[name], before[name])] == []
-    assert [line["loss"] is None for line in metrics(tmp_path / "run")] == [False, False, True, False, False, False]
-    assert trainer.ema.updates == 5
-    assert all(value.isfinite().all() for value in weights(tmp_path / "run", 6).values())
-    error = capsys.readouterr().err
-    assert f"warning: step 3 is skipped: its loss is not finite; pictures: {data.paths[guilty.index]}\n" in error
-
-
-def iter_keys(trainer: Trainer, step: int) -> list[SampleKey]:
-    """The keys of one step of a run that is over."""
-    return next(trainer.data.batches(trainer.options.batch_size, start_step=step))["key"]
-
-
-def test_ten_bad_steps_in_a_row_stop_the_run_and_the_last_good_checkpoint_stays(pictures: Path, tmp_path: Path) -> None:
-    data = TroubledImages(DataOptions(path=str(pictures), resolution=8), channels=1)
-    data.infinite_in = frozenset(range(4, 100))
-
-    with pytest.raises(TrainingDiverged, match=r"10 steps in a row .* up to step 13: lower train.learning_rate"):
-        trainer_for(pictures, tmp_path, data=data, max_steps=50, keep_checkpoints=1, checkpoint_every=3).run()
-
-    last = sorted((tmp_path / "checkpoints").iterdir())[-1]
-    assert all(value.isfinite().all() for value in load_file(last / "model.safetensors").values())
-
-
 def test_a_finished_run_is_not_changed_by_resuming_it(pictures: Path, tmp_path: Path, capsys) -> None:
     trainer_for(pictures, tmp_path).run()
     before, recorded = weights(tmp_path, 6), metrics(tmp_path)
@@ -342,49 +309,6 @@ def test_fewer_pictures_than_a_batch_are_refused_with_both_numbers(pictures: Pat
 def test_prompts_for_a_model_without_text_are_refused(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sample_prompts need a text_encoder"):
         trainer_for(pictures, tmp_path / "run", has_text=False, sample_prompts=("a",))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "set train.max_steps or train.max_minutes"),
-        ({"max_steps": 0}, "train.max_steps must be above 0, got 0"),
-        ({"max_minutes": -1.0}, "train.max_minutes must be above 0, got -1.0"),
-        ({"max_steps": 1, "ema_decay": 1.0}, "train.ema_decay must be at least 0 and below 1, got 1.0"),
-        ({"max_steps": 1, "cooldown_fraction": 1.5}, r"train.cooldown_fraction must be in \[0, 1\], got 1.5"),
-        ({"max_steps": 1, "warmup_steps": -1}, "train.warmup_steps must be at least 0, got -1"),
-    ],
-)
-def test_senseless_options_are_refused_by_name(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainOptions(output_dir="run", **options)
-
-
-def start(folder: Path, **options: object) -> Path | None:
-    return check_start(TrainOptions(output_dir=str(folder), max_steps=1, **options), num_processes=2)
-
-
-def test_a_fresh_run_may_start_in_an_absent_or_empty_folder(tmp_path: Path) -> None:
-    assert start(tmp_path) is None
-    assert start(tmp_path / "new") is None
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_start_that_would_overwrite_or_cannot_resume_is_refused(tmp_path: Path) -> None:
-    first, second = (save_checkpoint(tmp_path / "checkpoints", step, tensors={}, state={}) for step in (1, 2))
-
-    with pytest.raises(ValueError, match=r"already holds files: continue the run there with --train.resume latest"):
-        start(tmp_path)
-    with pytest.raises(ValueError, match=f"{second} is later than {first}"):
-        start(tmp_path, resume=str(first))
-    with pytest.raises(ValueError, match="no run to resume in"):
-        start(tmp_path / "new", resume="latest")
-    with pytest.raises(ValueError, match="absent cannot be used: there is no such folder"):
-        start(tmp_path, resume=str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match="batch size 7 cannot be split evenly over 2"):
-        start(tmp_path / "new", batch_size=7)
-    assert start(tmp_path, resume="latest") == second
-    assert start(tmp_path / "branch", resume=str(first)) == first
 
 
 def test_a_discrete_objective_samples_with_no_more_steps_than_it_was_trained_for(

@@ -168,7 +168,9 @@ def test_other_pictures_at_resume_are_told_and_the_earlier_config_is_kept(
     trainer.config = "b: 2\n"
     trainer.run()
 
-    assert "the data set is not what it was when the run was left" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "the data set is not what it was when the run was left" in captured.err
+    assert "goes on with other settings than it had: a 1 -> None; b None -> 2" in captured.out
     assert (run / "config-until-step-000003.yaml").read_text() == "a: 1\n"
     assert (run / "config.yaml").read_text() == "b: 2\n"
     assert "23 pictures" in (run / "data.txt").read_text()

@@ -70,7 +70,7 @@ def save_checkpoint(
     except Exception as error:  # safetensors reports a full disk with an exception of its own
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {final} could not be written ({error}); earlier checkpoints are intact: "
+            f"{final} could not be written ({error}); what was complete before is intact: "
             "make room on the disk and continue with --train.resume latest"
         ) from error
     if keep is not None:
@@ -83,7 +83,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     reason = fault(path)
     if reason is not None:
         raise CheckpointError(f"checkpoint {path} cannot be used: {reason}")
-    tensors = {file.stem: load_file(file) for file in path.glob("*.safetensors")}
+    # those of the manifest: another file that lies there was not checked
+    names = [name for name in _listed(path) if "/" not in name and name.endswith(".safetensors")]
+    tensors = {Path(name).stem: load_file(path / name) for name in names}
     return Checkpoint(path=path, tensors=tensors, state=load_state(path))
 
 
@@ -136,20 +138,27 @@ def fault(path: Path) -> str | None:
     if not path.is_dir():
         return "there is no such folder"
     try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = {name: (entry["size"], entry["sha256"]) for name, entry in _listed(path).items()}
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so writing it was interrupted"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"its {MANIFEST} cannot be read"
-    for name, expected in files.items():
+    if not files:
+        return f"its {MANIFEST} lists no files"
+    for name, (size, digest) in files.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != expected["size"]:
-            return f"{name} has {file.stat().st_size} bytes where {expected['size']} were written"
-        if _hash(file) != expected["sha256"]:
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes where {size} were written"
+        if _hash(file) != digest:
             return f"the contents of {name} are not what was written"
     return None
+
+
+def _listed(path: Path) -> dict[str, dict[str, Any]]:
+    """The files that a checkpoint's manifest names, with their sizes and hashes."""
+    return json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
 
 
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:

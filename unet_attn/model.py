@@ -52,6 +52,6 @@ class TextConditionalUNet(nn.Module):
             self.unet.enable_gradient_checkpointing()
         if compile:
             for network in filter(None, (self.unet, self.text_encoder)):
-                # In place: names in checkpoints stay what they are. With its layout optimization torch 2.14 fails in the
-                # backward pass of convolutions at the third length of captions.
+                # In place: names in checkpoints stay what they are. With its layout optimization torch 2.14 fails in
+                # the backward pass of convolutions at the third length of captions.
                 network.compile(options={"layout_optimization": False})

@@ -1,6 +1,7 @@
 """The options of a training run, and what is refused before any data is read."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +93,11 @@ class TrainOptions:
             "validate_every",
         ):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"train.{name} must be above 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"train.{name} must be above 0 and finite, got {value}")
         for name in ("seed", "warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"train.{name} must be at least 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < 2**63:
+                raise ValueError(f"train.{name} must be at least 0 and below 2^63, got {getattr(self, name)}")
         if not 0 <= self.cooldown_fraction <= 1:
             raise ValueError(f"train.cooldown_fraction must be in [0, 1], got {self.cooldown_fraction}")
         if not 0 <= self.ema_decay < 1:
@@ -138,7 +139,12 @@ def check_start(options: TrainOptions, *, num_processes: int) -> Path | None:
 
 
 def fixed_settings(
-    options: TrainOptions, unet: ConfigMixin, text_encoder: ConfigMixin | None, objective: Objective
+    options: TrainOptions,
+    unet: ConfigMixin,
+    text_encoder: ConfigMixin | None,
+    objective: Objective,
+    *,
+    validation_share: float,
 ) -> dict[str, Any]:
     """What must not change when a run is resumed, by config key: networks, objective and the stream of samples."""
     settings = {f"unet.{key}": value for key, value in unet.config.items()}
@@ -149,6 +155,8 @@ def fixed_settings(
     settings |= {f"scheduler.{key}": value for key, value in objective.scheduler.config.items()}
     settings |= {f"objective.{key}": getattr(objective, key) for key in OBJECTIVE_KEYS}
     settings |= {f"train.{key}": getattr(options, key) for key in ("batch_size", "optimizer", "schedule", "seed")}
+    # another share would validate on what was trained on
+    settings["data.validation_share"] = validation_share
     # keys of diffusers itself begin with an underscore; through JSON tuples become lists, as a checkpoint has them
     return json.loads(json.dumps({key: value for key, value in settings.items() if "._" not in key}, default=str))
 

@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm import tqdm
@@ -137,18 +138,28 @@ def drop_later_lines(path: Path, *, last_step: int) -> None:
         partial.replace(path)
 
 
-def keep_config(folder: Path, text: str, *, step: int) -> None:
-    """Write config.yaml; one of an earlier session, up to `step`, that said something else stays beside it."""
+def keep_config(folder: Path, text: str, *, step: int) -> list[str]:
+    """Write config.yaml; one of an earlier session, up to `step`, that said something else stays beside it.
 
-    def settings(text: str) -> list[str]:
-        return [line for line in text.splitlines() if not line.lstrip().startswith("resume:")]
-
+    Returns what it said otherwise, as lines of key, old and new value.
+    """
     path = folder / "config.yaml"
-    if path.exists() and settings(path.read_text(encoding="utf-8")) != settings(text):
+    before, now = (_flat(yaml.safe_load(each)) for each in (path.read_text("utf-8") if path.exists() else text, text))
+    keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and key != "train.resume"]
+    if keys:
         path.replace(folder / f"config-until-step-{step:06d}.yaml")
     partial = folder / ".config.yaml.partial"
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
+
+
+def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested configuration by dotted keys."""
+    if not isinstance(section, dict) or not section:
+        return {prefix: section}
+    names = {key: f"{prefix}.{key}" if prefix else str(key) for key in section}
+    return {name: value for key in section for name, value in _flat(section[key], names[key]).items()}
 
 
 def peak_memory(device: torch.device) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 from unet_attn.checkpoint import load_checkpoint, save_checkpoint
 from unet_attn.clock import RunClock
 from unet_attn.data import CaptionedImages, ReplacedPictures, StreamedImages
+from unet_attn.divergence import SkippedSteps, check_finite
 from unet_attn.ema import ExponentialMovingAverage, trainable
 from unet_attn.loss_weights import uncertain_loss
 from unet_attn.model import TextConditionalUNet
@@ -43,13 +44,7 @@ from unet_attn.watching import Watcher
 
 # Convolutions are faster so on CPUs and GPUs alike; one place, for measuring the other.
 MEMORY_FORMAT = torch.channels_last
-MOST_SKIPS = 10
-MOST_NAMES = 8
 NOISE_LEVELS = 8  # equal parts of the times from clean to noise, by which the loss is told
-
-
-class TrainingDiverged(ValueError):
-    """Too many steps in a row had a loss or gradient that was not finite."""
 
 
 class Trainer:
@@ -96,13 +91,15 @@ class Trainer:
 
         self.step = 0
         self.clock = RunClock(max_steps=options.max_steps, max_minutes=options.max_minutes)
-        self.skipped_in_row = 0
+        self.skips = SkippedSteps()
         self.stop_request = StopRequest()
         self.agreed_to_stop = False
         self.replaced_pictures, self.replaced_in_step = ReplacedPictures(), 0
         self.saved_step: int | None = None
         self.data_then: str | None = None  # the data set of the checkpoint
-        self.fixed = fixed_settings(options, model.unet, model.text_encoder, objective)
+        self.fixed = fixed_settings(
+            options, model.unet, model.text_encoder, objective, validation_share=data.options.validation_share
+        )
         if resume_from is not None:
             self._load(resume_from)
         self.progress = self._progress()
@@ -155,7 +152,7 @@ class Trainer:
             if finite:
                 self.ema.update(self.model)
                 self.tracks.update(self.model)
-                self.skipped_in_row = 0
+                self.skips.in_row = 0
             else:
                 self._report_skip(losses, indices)
             self.optimizer.zero_grad(set_to_none=True)
@@ -171,11 +168,7 @@ class Trainer:
             "loss_by_noise": loss_by_noise,
         }
         self.log.step(values, step=self.step, progress=self.progress)
-        if self.skipped_in_row >= MOST_SKIPS:
-            raise TrainingDiverged(
-                f"{MOST_SKIPS} steps in a row had a loss or gradient that is not finite, up to step {self.step}: "
-                "lower train.learning_rate; the last good checkpoint is kept"
-            )
+        self.skips.check(self.step)
 
     def _accumulate_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Backward through this process' micro-batches.
@@ -256,19 +249,17 @@ class Trainer:
         return self.watcher.passes(look) * self.clock.durations.get("step", 0.0) / pictures
 
     def _report_skip(self, losses: Tensor, indices: Tensor) -> None:
-        self.skipped_in_row += 1
-        bad = indices[~torch.isfinite(losses).cpu()].tolist()
-        if not bad and (self.accelerator.scaler is not None or not self.accelerator.is_main_process):
-            return  # an overflow of half precision is the scaler's business, and one process is enough to tell
-        found = bad or indices.tolist()
-        names = ", ".join(self.data.name(index) for index in found[:MOST_NAMES])
-        more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
-        what = "loss" if bad else "gradient"
-        self.log.warn(f"step {self.step} is skipped: its {what} is not finite; pictures: {names}{more}")
+        self.skips.in_row += 1
+        # an overflow of half precision is the scaler's business, and one process is enough to tell
+        if losses.isfinite().all() and (self.accelerator.scaler is not None or not self.accelerator.is_main_process):
+            return
+        self.log.warn(self.skips.describe(self.step, losses, indices, self.data.name))
 
     # what is kept and looked at
 
     def _save_and_look(self) -> None:
+        if self.skips.in_row:
+            return  # what is kept and shown are weights that still work; if they do not, the last good ones stay
         # before the checkpoint: a kill between the two leaves a snapshot too many, which resuming makes again
         if self.options.ema_snapshot_every and self.step % self.options.ema_snapshot_every == 0:
             self._snapshot()
@@ -278,6 +269,7 @@ class Trainer:
             self._look(self.step)
 
     def _finish(self) -> None:
+        self.skips.check(self.step, at_end=True)
         if self.options.ema_snapshot_every and self.step % self.options.ema_snapshot_every:
             self._snapshot()
         if self.saved_step != self.step:
@@ -313,7 +305,11 @@ class Trainer:
                 self.log.track(self.watcher.validate(self.step), step=self.step)
 
     def _save(self) -> None:
-        """Write a checkpoint and publish the pipeline. All have to call it; the main process alone writes."""
+        """Write a checkpoint and publish the pipeline. All have to call it; the main process alone writes.
+
+        Raises TrainingDiverged, and writes nothing, if a weight is not finite.
+        """
+        check_finite(self.parameters.values(), self.step)
         self.saved_step = self.step
         tensors = {
             "model": self.parameters,
@@ -338,7 +334,6 @@ class Trainer:
                 "seconds": self.clock.seconds(),
                 "durations": self.clock.durations,
                 "ema_updates": self.ema.updates,
-                "skipped_in_row": self.skipped_in_row,
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "fixed": self.fixed,
                 "data": self.data.fingerprint(),
@@ -363,15 +358,16 @@ class Trainer:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step = self.saved_step = state["step"]
         self.clock.seconds_before, self.clock.durations = state["seconds"], state["durations"]
-        self.skipped_in_row, self.data_then = state["skipped_in_row"], state["data"]
+        self.data_then = state["data"]
 
     # around the loop
 
     def _open_folder(self) -> None:
+        changed = []
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             drop_snapshots(self.folder, after=self.step)
-            keep_config(self.folder, self.config, step=self.step)
+            changed = keep_config(self.folder, self.config, step=self.step)
             (self.folder / "data.txt").write_text(self.data.summary() + "\n", encoding="utf-8")
             (self.folder / "skipped.tsv").unlink(missing_ok=True)  # an earlier session may have read other pictures
             if self.data.faults:
@@ -384,6 +380,8 @@ class Trainer:
             batch_size=self.options.batch_size,
             config=self.fixed,
         )
+        if changed:
+            self.log.say(f"goes on with other settings than it had: {'; '.join(changed)}")
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         return self.data.batches(

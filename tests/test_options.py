@@ -1,0 +1,56 @@
+"""What is refused of a training's options before data is read."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from unet_attn.checkpoint import save_checkpoint
+from unet_attn.options import TrainOptions, check_start
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "set train.max_steps or train.max_minutes"),
+        ({"max_steps": 0}, "train.max_steps must be above 0 and finite, got 0"),
+        ({"max_minutes": -1.0}, "train.max_minutes must be above 0 and finite, got -1.0"),
+        ({"max_minutes": math.nan}, "train.max_minutes must be above 0 and finite, got nan"),
+        ({"max_steps": 1, "learning_rate": math.nan}, "train.learning_rate must be above 0 and finite, got nan"),
+        ({"max_steps": 1, "max_grad_norm": math.inf}, "train.max_grad_norm must be above 0 and finite, got inf"),
+        ({"max_steps": 1, "seed": 2**63}, r"train.seed must be at least 0 and below 2\^63"),
+        ({"max_steps": 1, "ema_decay": 1.0}, "train.ema_decay must be at least 0 and below 1, got 1.0"),
+        ({"max_steps": 1, "cooldown_fraction": 1.5}, r"train.cooldown_fraction must be in \[0, 1\], got 1.5"),
+        ({"max_steps": 1, "warmup_steps": -1}, r"train.warmup_steps must be at least 0 and below 2\^63, got -1"),
+    ],
+)
+def test_senseless_options_are_refused_by_name(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainOptions(output_dir="run", **options)
+
+
+def start(folder: Path, **options: object) -> Path | None:
+    return check_start(TrainOptions(output_dir=str(folder), max_steps=1, **options), num_processes=2)
+
+
+def test_a_fresh_run_may_start_in_an_absent_or_empty_folder(tmp_path: Path) -> None:
+    assert start(tmp_path) is None
+    assert start(tmp_path / "new") is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_start_that_would_overwrite_or_cannot_resume_is_refused(tmp_path: Path) -> None:
+    first, second = (save_checkpoint(tmp_path / "checkpoints", step, tensors={}, state={}) for step in (1, 2))
+
+    with pytest.raises(ValueError, match=r"already holds files: continue the run there with --train.resume latest"):
+        start(tmp_path)
+    with pytest.raises(ValueError, match=f"{second} is later than {first}"):
+        start(tmp_path, resume=str(first))
+    with pytest.raises(ValueError, match="no run to resume in"):
+        start(tmp_path / "new", resume="latest")
+    with pytest.raises(ValueError, match="absent cannot be used: there is no such folder"):
+        start(tmp_path, resume=str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match="batch size 7 cannot be split evenly over 2"):
+        start(tmp_path / "new", batch_size=7)
+    assert start(tmp_path, resume="latest") == second
+    assert start(tmp_path / "branch", resume=str(first)) == first
