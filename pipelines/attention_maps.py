@@ -9,6 +9,7 @@ here they are then normalised over the words.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -25,11 +26,18 @@ class AttentionChoice:
 
     levels: of the U-Net, among its attention_levels, 0 = the highest resolution; heads: from 0; steps: calls of the
     U-Net, from 0 (a second-order scheduler makes nearly two of them for each inference step).
+    Raises ValueError for what is no list of whole numbers.
     """
 
     levels: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     steps: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, chosen in vars(self).items():
+            is_list = isinstance(chosen, tuple | list | range) and all(isinstance(each, Integral) for each in chosen)
+            if chosen is not None and not is_list:
+                raise ValueError(f"attention {name} must be a tuple of whole numbers, got {chosen!r}")
 
 
 class WordMaps(NamedTuple):

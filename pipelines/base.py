@@ -19,22 +19,28 @@ from torch import Tensor
 
 from unet_attn.flow import FLOW_TIME_SCALE
 from unet_attn.pipelines.attention_maps import AttentionChoice, AttentionRecorder, WordMaps
-from unet_attn.pipelines.captions import Words, caption_words, encode_captions
+from unet_attn.pipelines.captions import Words, caption_words, encode_captions, warn_of_cuts
 from unet_attn.pipelines.guidance import Guidance, Guide
 from unet_attn.pipelines.inputs import (
+    check_callback_answer,
+    check_callback_names,
     check_count,
     check_finite,
     check_generators,
+    check_guidance_scale,
+    check_kind,
     check_negative_prompts,
     check_number,
     check_output_type,
     check_prompts,
     check_size,
     check_steps,
+    describe,
+    is_kind,
     to_output,
 )
 from unet_attn.pipelines.parts import PipelineOfParts
-from unet_attn.schedulers import check_sampling_scheduler, clean_coefficients
+from unet_attn.schedulers import clean_coefficients
 
 CALLBACK_TENSORS = ("latents",)
 
@@ -122,9 +128,15 @@ class SamplingPipeline(PipelineOfParts):
         return_attention: bool | AttentionChoice,
         callback: Callback | None,
         tensor_inputs: list[str] | None,
+        more_prompts: Sequence[str] = (),
     ) -> Job:
-        """Check what the caller gave, before any compute. The arguments are those of the pipelines' `__call__`."""
-        check_sampling_scheduler(self.scheduler, self.config.prediction_type)
+        """Check what the caller gave, before any compute. The arguments are those of the pipelines' `__call__`.
+
+        more_prompts: what the call will encode beside its prompts.
+        """
+        self.check_parts()
+        check_kind("guidance", guidance, Guidance)
+        tensor_inputs = _callback_inputs(callback, tensor_inputs)
         has_text = self.text_encoder is not None
         prompts = check_prompts(prompt, has_text=has_text)
         negatives = check_negative_prompts(negative_prompt, prompts=len(prompts), has_text=has_text)
@@ -136,7 +148,7 @@ class SamplingPipeline(PipelineOfParts):
         shape = (pictures, channels, *self._checked_size(*size))
         device = self._execution_device
         generator = check_generators(generator, pictures=pictures, device=device)
-        self._guidance_scale = check_number("guidance_scale", guidance_scale)
+        self._guidance_scale = check_guidance_scale(guidance_scale)
         step_options = self._step_options(check_number("eta", eta), generator)
         if negative_prompt is not None and self.guidance_scale == 1:
             warnings.warn("negative_prompt has no effect at guidance_scale 1", stacklevel=3)
@@ -149,6 +161,9 @@ class SamplingPipeline(PipelineOfParts):
             scheduler.set_begin_index(0)
         self._num_timesteps = len(scheduler.timesteps)
         self._interrupt = False
+        recorder = self._recorder(return_attention, shape, guidance)
+        if has_text:
+            warn_of_cuts([*prompts, *more_prompts, *negatives], self.tokenizer, self.text_encoder)
 
         return Job(
             prompts=prompts,
@@ -163,8 +178,8 @@ class SamplingPipeline(PipelineOfParts):
             guide=Guide(self.guidance_scale, guidance),
             output_type=output_type,
             callback=callback,
-            tensor_inputs=_callback_inputs(callback, tensor_inputs),
-            recorder=self._recorder(return_attention, shape, guidance),
+            tensor_inputs=tensor_inputs,
+            recorder=recorder,
             device=device,
         )
 
@@ -222,8 +237,7 @@ class SamplingPipeline(PipelineOfParts):
 
                 if job.callback is not None:
                     values = dict.fromkeys(job.tensor_inputs, latents)
-                    changed = job.callback(self, step, timesteps[step], values) or {}
-                    latents = changed.get("latents", latents)
+                    latents = check_callback_answer(job.callback(self, step, timesteps[step], values), latents)
                 if (step + 1) % scheduler.order == 0 or step + 1 == len(timesteps):
                     progress.update()
 
@@ -283,11 +297,13 @@ class SamplingPipeline(PipelineOfParts):
     ) -> AttentionRecorder | None:
         if asked is False:
             return None
+        if asked is not True and not is_kind(asked, AttentionChoice):
+            raise ValueError(f"return_attention must be True, False or an AttentionChoice, got {describe(asked)}")
         if self.text_encoder is None:
             raise ValueError("this model was trained without text: it has no attention to return")
         if self._answers_others_only(rules):
             raise ValueError("at guidance_scale 0 the prompts are not looked at: there is no attention to return")
-        choice = asked if isinstance(asked, AttentionChoice) else AttentionChoice()
+        choice = AttentionChoice() if asked is True else asked
         return AttentionRecorder(self.unet, choice, pictures=shape[0], size=shape[2:], steps=self.num_timesteps)
 
     def _checked_size(self, height: int | None, width: int | None) -> tuple[int, int]:
@@ -309,14 +325,14 @@ class SamplingPipeline(PipelineOfParts):
 
 
 def _forward(unet: ModelMixin, sample: Tensor, timestep: Tensor, text: dict[str, Tensor]) -> Tensor:
-    return unet(sample.to(unet.dtype), timestep, **text).sample.float()
+    # a guide's dtype may be another than the U-Net's, for which the text was encoded
+    rows = {name: value.to(unet.dtype) if value.is_floating_point() else value for name, value in text.items()}
+    return unet(sample.to(unet.dtype), timestep, **rows).sample.float()
 
 
 def _callback_inputs(callback: Callback | None, names: list[str] | None) -> list[str]:
     if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
         names = callback.tensor_inputs
-    names = list(CALLBACK_TENSORS) if names is None else names
-    unknown = [name for name in names if name not in CALLBACK_TENSORS]
-    if unknown:
-        raise ValueError(f"callback_on_step_end_tensor_inputs may name latents, got {', '.join(map(str, unknown))}")
-    return names
+    elif callback is not None and not callable(callback):
+        raise ValueError(f"callback_on_step_end must be a function, got {describe(callback)}")
+    return check_callback_names(names, CALLBACK_TENSORS)

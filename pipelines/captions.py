@@ -5,8 +5,12 @@ from typing import NamedTuple
 
 import torch
 from diffusers import ModelMixin
+from diffusers.utils import logging
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+SHOWN = 200  # characters of what was cut off, in a warning
+logger = logging.get_logger(__name__)
 
 UNBOUNDED = 10**6  # transformers writes 1e30 for a tokenizer whose limit is not known
 
@@ -28,12 +32,28 @@ def tokenize(
     captions: list[str], tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin, *, with_places: bool = False
 ) -> BatchEncoding:
     """The captions' tokens, (B, N) each; with_places adds each token's place in its caption, and which are special."""
-    pretrained = text_encoder.config.get("model_config") or {}
-    limits = (text_encoder.config.get("max_length"), pretrained.get("max_position_embeddings"))
-    limit = min(tokenizer.model_max_length, *(each or UNBOUNDED for each in limits))
+    limit = _limit(tokenizer, text_encoder)
     bounds = {"truncation": True, "max_length": limit} if limit < UNBOUNDED else {}
     places = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if with_places else {}
     return tokenizer(captions, padding=True, return_tensors="pt", **bounds, **places)
+
+
+def warn_of_cuts(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> None:
+    """Log, in one warning, what of the captions `encode_captions` cuts off."""
+    limit = _limit(tokenizer, text_encoder)
+    kept = limit - tokenizer.num_special_tokens_to_add()
+    tokens = tokenizer(list(dict.fromkeys(captions)), add_special_tokens=False, verbose=False).input_ids
+    cut = [tokenizer.decode(each[kept:]).strip() for each in tokens if len(each) > kept]
+    if cut:
+        shown = "; ".join(f"'{each if len(each) <= SHOWN else each[:SHOWN] + '...'}'" for each in cut)
+        logger.warning(f"only the first {kept} tokens of a prompt are read, this is cut off: {shown}")
+
+
+def _limit(tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> int:
+    """The most tokens that both hold, special ones included; UNBOUNDED or more where neither has a limit."""
+    pretrained = text_encoder.config.get("model_config") or {}
+    limits = (text_encoder.config.get("max_length"), pretrained.get("max_position_embeddings"))
+    return min(tokenizer.model_max_length, *(each or UNBOUNDED for each in limits))
 
 
 class Words(NamedTuple):

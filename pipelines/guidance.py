@@ -7,6 +7,7 @@ U-Net to the same prompt (autoguidance, Karras et al. 2024, https://arxiv.org/ab
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from torch import Tensor
 
@@ -33,7 +34,10 @@ class Guidance:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        low, high = self.interval
+        for name in ("rescale", "parallel", "norm_limit", "momentum"):
+            if not isinstance(getattr(self, name), Real):
+                raise ValueError(f"guidance {name} must be a number, got {getattr(self, name)!r}")
+        low, high = _pair(self.interval)
         if not 0 <= self.rescale <= 1:
             raise ValueError(f"guidance rescale must lie in 0..1, got {self.rescale}")
         if not 0 <= low < high:
@@ -51,7 +55,13 @@ class Guidance:
 
     @property
     def is_everywhere(self) -> bool:
-        return self.interval == (0.0, math.inf)
+        return tuple(self.interval) == (0.0, math.inf)
+
+
+def _pair(interval: tuple[float, float]) -> tuple[float, float]:
+    if not isinstance(interval, tuple | list) or len(interval) != 2 or not all(isinstance(x, Real) for x in interval):
+        raise ValueError(f"guidance interval must be two noise levels, 0 <= low < high, got {interval!r}")
+    return interval[0], interval[1]
 
 
 PLAIN_GUIDANCE = Guidance()

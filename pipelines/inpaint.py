@@ -93,5 +93,7 @@ class InpaintPipeline(SamplingPipeline):
                 # nothing of the image is to shine through where it is drawn anew
                 start = torch.where(drawn, noise * getattr(job.scheduler, "init_noise_sigma", 1.0), start)
             pictures = self._denoise(job, text, start, first=first, after_step=put_back)
+            # once more, for a callback that ended the sampling early, or changed what is kept
+            pictures = torch.where(drawn, pictures, image)
 
         return self._finish(job, text, pictures, return_dict=return_dict)

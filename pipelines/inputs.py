@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 PIL_MODES = {1: "L", 3: "RGB"}
+GUIDANCE_LIMIT = 1e6  # about where float32 keeps nothing of u in u + s (c - u)
 
 
 def check_prompts(prompt: str | Sequence[str] | None, *, has_text: bool) -> list[str]:
@@ -28,10 +29,10 @@ def check_prompts(prompt: str | Sequence[str] | None, *, has_text: bool) -> list
         raise ValueError("this model needs a prompt; the empty caption is prompt=''")
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple) or not prompts:
-        raise ValueError(f"prompt must be a string or a non-empty list of strings, got {_describe(prompt)}")
+        raise ValueError(f"prompt must be a string or a non-empty list of strings, got {describe(prompt)}")
     for text in prompts:
         if not isinstance(text, str):
-            raise ValueError(f"prompt must be a string or a list of strings, got a list with {_describe(text)}")
+            raise ValueError(f"prompt must be a string or a list of strings, got a list with {describe(text)}")
         _check_text("prompt", text)
     return list(prompts)
 
@@ -45,7 +46,7 @@ def check_negative_prompts(negative_prompt: str | Sequence[str] | None, *, promp
     if isinstance(negative_prompt, str):
         negative_prompt = [negative_prompt] * prompts
     if not isinstance(negative_prompt, list | tuple) or not all(isinstance(text, str) for text in negative_prompt):
-        raise ValueError(f"negative_prompt must be a string or a list of strings, got {_describe(negative_prompt)}")
+        raise ValueError(f"negative_prompt must be a string or a list of strings, got {describe(negative_prompt)}")
     if len(negative_prompt) != prompts:
         raise ValueError(
             f"there are {len(negative_prompt)} negative prompts for {prompts} prompts: give one, or one each"
@@ -58,7 +59,7 @@ def check_negative_prompts(negative_prompt: str | Sequence[str] | None, *, promp
 def _check_text(name: str, text: str) -> None:
     """Refuse halves of characters, which bytes that are no UTF-8 become on a command line: no tokenizer takes them."""
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError(f"{name} has half a character (a lone surrogate), so it is no text: {_describe(text)}")
+        raise ValueError(f"{name} has half a character (a lone surrogate), so it is no text: {describe(text)}")
 
 
 def check_count(name: str, value: int) -> int:
@@ -73,6 +74,24 @@ def check_number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
+
+
+def check_guidance_scale(value: float) -> float:
+    """A number that float32 can weigh two answers with."""
+    scale = check_number("guidance_scale", value)
+    if abs(scale) > GUIDANCE_LIMIT:
+        raise ValueError(f"guidance_scale must lie within {GUIDANCE_LIMIT:g} of 0, got {value!r}")
+    return scale
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """An object of the class, or of its namesake: in a saved folder's code our classes are copies of their own."""
+    if not is_kind(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {describe(value)}")
+
+
+def is_kind(value: object, kind: type) -> bool:
+    return any(base.__name__ == kind.__name__ for base in type(value).__mro__)
 
 
 def check_steps(steps: int, trained_steps: int) -> int:
@@ -93,10 +112,17 @@ def check_size(height: int, width: int, factor: int) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def check_latents(latents: Tensor, height: int | None, width: int | None) -> tuple[int, int]:
-    """The height and width of start noise, where the caller gave no others."""
+def check_latents(latents: Tensor, height: int | None, width: int | None, factor: int) -> tuple[int, int]:
+    """The height and width of start noise, where the caller gave no others; factor must divide its sides."""
     if not isinstance(latents, Tensor) or latents.ndim != 4:
         raise ValueError("latents must be a tensor (pictures, channels, height, width)")
+    if any(side < 1 or side % factor for side in latents.shape[2:]):
+        raise ValueError(
+            f"latents must have a height and width that are multiples of {factor} (the U-Net's downsample_factor), "
+            f"got {tuple(latents.shape)}"
+        )
+    if not bool(latents.isfinite().all()):
+        raise ValueError("latents hold NaN or infinity")
     return (latents.shape[2] if height is None else height), (latents.shape[3] if width is None else width)
 
 
@@ -110,15 +136,16 @@ def check_output_type(output_type: str, channels: int) -> str:
 
 
 def check_generators(
-    generator: torch.Generator | list[torch.Generator] | None, *, pictures: int, device: torch.device
+    generator: torch.Generator | Sequence[torch.Generator] | None, *, pictures: int, device: torch.device
 ) -> torch.Generator | list[torch.Generator] | None:
     """None (torch's global one), one generator for all pictures, or one each, on the CPU or on the model's device."""
     if generator is None:
         return None
+    generator = list(generator) if isinstance(generator, tuple) else generator
     generators = generator if isinstance(generator, list) else [generator]
     for each in generators:
         if not isinstance(each, torch.Generator):
-            raise ValueError(f"generator must be a torch.Generator or a list of them, got {_describe(each)}")
+            raise ValueError(f"generator must be a torch.Generator or a list of them, got {describe(each)}")
         if each.device.type not in ("cpu", device.type):
             raise ValueError(f"a generator on {each.device} cannot draw for a model on {device}: use a CPU generator")
     if isinstance(generator, list) and len(generator) != pictures:
@@ -126,6 +153,29 @@ def check_generators(
     if len({each.device.type for each in generators}) > 1:
         raise ValueError("the generators are on different devices: put all of them on the CPU")
     return generator
+
+
+def check_callback_names(names: Sequence[str] | None, known: tuple[str, ...]) -> list[str]:
+    """The tensors that a callback asks for, by default all that it may."""
+    if isinstance(names, str):
+        raise ValueError(f"callback_on_step_end_tensor_inputs must be a list, got the string {names!r}")
+    unknown = [str(name) for name in names or () if name not in known]
+    if unknown:
+        raise ValueError(f"callback_on_step_end_tensor_inputs may name {', '.join(known)}, got {', '.join(unknown)}")
+    return list(known if names is None else names)
+
+
+def check_callback_answer(answer: dict[str, Tensor] | None, latents: Tensor) -> Tensor:
+    """The latents to go on with: those that a callback gave back, in the dtype they had, or the ones it was shown."""
+    if answer is None:
+        return latents
+    if not isinstance(answer, dict) or not set(answer) <= {"latents"}:
+        raise ValueError(f"callback_on_step_end must return None or a dict with latents, got {describe(answer)}")
+    changed = answer.get("latents", latents)
+    if not isinstance(changed, Tensor) or changed.shape != latents.shape:
+        found = tuple(changed.shape) if isinstance(changed, Tensor) else describe(changed)
+        raise ValueError(f"callback_on_step_end must return latents of shape {tuple(latents.shape)}, got {found}")
+    return changed.to(latents)
 
 
 def check_finite(finite: Tensor) -> None:
@@ -170,6 +220,7 @@ def evaluation_mode(*modules: nn.Module | None) -> Iterator[None]:
             part.training = training
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
+    """A value and its type in a few words, for a message."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -16,7 +16,7 @@ from torch import Tensor
 from unet_attn.pipelines.base import Callback, SampledPictures, SamplingPipeline, Text
 from unet_attn.pipelines.captions import Words
 from unet_attn.pipelines.guidance import PLAIN_GUIDANCE, Guidance
-from unet_attn.pipelines.inputs import check_count, check_generators, check_prompts, evaluation_mode
+from unet_attn.pipelines.inputs import check_count, check_generators, check_prompts, describe, evaluation_mode
 
 
 class Way(NamedTuple):
@@ -66,7 +66,10 @@ class InterpolationPipeline(SamplingPipeline):
         The other arguments are those of TextToImagePipeline; without text give prompt=None and two generators.
         Raises ValueError for an argument that does not fit, before any compute, and for pictures that are not finite.
         """
+        self.check_parts()
         prompts = self._stations(prompt)
+        if negative_prompt is not None and not isinstance(negative_prompt, str):
+            raise ValueError(f"negative_prompt must be one string, for all frames, got {describe(negative_prompt)}")
         if check_count("num_frames", num_frames) < len(prompts):
             raise ValueError(f"num_frames must be at least {len(prompts)}, one for each prompt, got {num_frames}")
         generator = check_generators(generator, pictures=len(prompts), device=self._execution_device)
@@ -87,6 +90,7 @@ class InterpolationPipeline(SamplingPipeline):
             return_attention=False,
             callback=callback_on_step_end,
             tensor_inputs=callback_on_step_end_tensor_inputs,
+            more_prompts=prompts[-1:],  # the last one only ends a way, so that it is none of those above
         )
         weights = (places - before).float().reshape(-1, 1, 1, 1).to(job.device)
 

@@ -59,7 +59,7 @@ def load_components(
             components[name] = None
         else:
             components[name] = _load_part(folder / name, entry[1], dtype=dtype, variant=variant)
-    if components.get("unet") is None or components.get("scheduler") is None:
+    if any(components.get(name) is None and name not in given for name in ("unet", "scheduler")):
         raise ValueError(f"{folder / INDEX_NAME} names no unet and scheduler: it is not a pipeline of unet-attn")
     return components, {name: value for name, value in index.items() if name not in components}
 

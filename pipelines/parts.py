@@ -1,5 +1,6 @@
 """The parts of a pipeline: what fits together, and how it is loaded, saved and shared."""
 
+from enum import Enum
 from os import PathLike
 from typing import TypeVar
 
@@ -12,8 +13,18 @@ from unet_attn.pipelines.portable import check_portable, write_code_files
 from unet_attn.schedulers import check_sampling_scheduler, declare_prediction_type, scheduler_prediction_type
 
 FORMAT_VERSION = 1
+PARTS = ("unet", "scheduler", "text_encoder", "tokenizer", "guide_unet")
 
 Pipeline = TypeVar("Pipeline", bound="PipelineOfParts")
+
+
+class Own(Enum):
+    """The default of a part that is not given, as None means that there shall be none."""
+
+    PART = "the pipeline's own"
+
+
+OWN = Own.PART
 
 
 class PipelineOfParts(DiffusionPipeline):
@@ -43,7 +54,7 @@ class PipelineOfParts(DiffusionPipeline):
     ) -> None:
         super().__init__()
         check_format_version(format_version, FORMAT_VERSION, "this pipeline")
-        _check_parts(unet, text_encoder, tokenizer, guide_unet)
+        _check_parts(unet, scheduler, text_encoder, tokenizer, guide_unet)
         prediction_type = prediction_type or scheduler_prediction_type(scheduler)
         check_sampling_scheduler(scheduler, prediction_type)
         networks = [network for network in (unet, guide_unet) if network is not None]
@@ -64,24 +75,24 @@ class PipelineOfParts(DiffusionPipeline):
         dtype: str | torch.dtype | None = None,
         torch_dtype: str | torch.dtype | None = None,
         variant: str | None = None,
-        unet: ModelMixin | None = None,
-        scheduler: SchedulerMixin | None = None,
-        text_encoder: ModelMixin | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        guide_unet: ModelMixin | None = None,
+        unet: ModelMixin | Own = OWN,
+        scheduler: SchedulerMixin | Own = OWN,
+        text_encoder: ModelMixin | Own | None = OWN,
+        tokenizer: PreTrainedTokenizerBase | Own | None = OWN,
+        guide_unet: ModelMixin | Own | None = OWN,
     ) -> Pipeline:
         """Load a saved pipeline with the installed classes. Nothing in the folder is executed.
 
         pretrained_model_name_or_path: a folder, or the id of a repository on the hub; dtype (older name: torch_dtype):
         of all weights, by default float32; variant: of the weight files, as in `save_pretrained`; unet, scheduler,
-        text_encoder, tokenizer, guide_unet: used in place of the saved ones.
+        text_encoder, tokenizer, guide_unet: used in place of the saved ones; with None there is none.
         Raises FileNotFoundError if it is no pipeline, and ValueError if weights are missing, left over or of a wrong
         shape, naming them: never does a model come back with random weights.
         """
-        given = _parts(unet, scheduler, text_encoder, tokenizer, guide_unet)
+        given = dict(zip(PARTS, (unet, scheduler, text_encoder, tokenizer, guide_unet), strict=True))
         components, options = load_components(
             pretrained_model_name_or_path,
-            given={name: value for name, value in given.items() if value is not None},
+            given={name: value for name, value in given.items() if value is not OWN},
             names=tuple(given),
             dtype=dtype if dtype is not None else torch_dtype,
             variant=variant,
@@ -96,18 +107,19 @@ class PipelineOfParts(DiffusionPipeline):
         cls: type[Pipeline],
         pipeline: "PipelineOfParts",
         *,
-        unet: ModelMixin | None = None,
-        scheduler: SchedulerMixin | None = None,
-        text_encoder: ModelMixin | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        guide_unet: ModelMixin | None = None,
+        unet: ModelMixin | Own = OWN,
+        scheduler: SchedulerMixin | Own = OWN,
+        text_encoder: ModelMixin | Own | None = OWN,
+        tokenizer: PreTrainedTokenizerBase | Own | None = OWN,
+        guide_unet: ModelMixin | Own | None = OWN,
     ) -> Pipeline:
         """Another kind of pipeline over the same parts, which are shared, not copied; parts given here replace its own.
 
+        With guide_unet=None it has none, and so with the others.
         diffusers' own `from_pipe` would turn shared half-precision weights into float32; here they stay as they are.
         """
-        given = _parts(unet, scheduler, text_encoder, tokenizer, guide_unet)
-        parts = {name: pipeline.components.get(name) if value is None else value for name, value in given.items()}
+        given = dict(zip(PARTS, (unet, scheduler, text_encoder, tokenizer, guide_unet), strict=True))
+        parts = {name: pipeline.components.get(name) if value is OWN else value for name, value in given.items()}
         made = cls(**parts, prediction_type=pipeline.config.prediction_type)
         if pipeline.config.get("_name_or_path") is not None:
             made.register_to_config(_name_or_path=pipeline.config["_name_or_path"])
@@ -128,39 +140,41 @@ class PipelineOfParts(DiffusionPipeline):
         `DiffusionPipeline.from_pretrained(dir, trust_remote_code=True)`. To publish it use `push_to_hub(repo_id)`.
         Raises ValueError before anything is written if a part cannot be loaded elsewhere.
         """
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False writes pickled weights, which are never loaded: leave it out")
+        self.check_parts()
         check_portable(self)
-        check_sampling_scheduler(self.scheduler, self.config.prediction_type)
+        # diffusers notes no class for a part that is set where there was none, and would save a folder without it
+        self.register_modules(**self.components)
         super().save_pretrained(
             save_directory, safe_serialization=safe_serialization, variant=variant, max_shard_size=max_shard_size
         )
         write_code_files(self, save_directory)
 
-
-def _parts(
-    unet: ModelMixin | None,
-    scheduler: SchedulerMixin | None,
-    text_encoder: ModelMixin | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    guide_unet: ModelMixin | None,
-) -> dict[str, object]:
-    return {
-        "unet": unet,
-        "scheduler": scheduler,
-        "text_encoder": text_encoder,
-        "tokenizer": tokenizer,
-        "guide_unet": guide_unet,
-    }
+    def check_parts(self) -> None:
+        """Refuse parts that were put in since for such as do not fit, with a ValueError."""
+        _check_parts(**{name: self.components.get(name) for name in PARTS})
+        check_sampling_scheduler(self.scheduler, self.config.prediction_type)
 
 
 def _check_parts(
     unet: ModelMixin,
+    scheduler: SchedulerMixin,
     text_encoder: ModelMixin | None,
     tokenizer: PreTrainedTokenizerBase | None,
     guide_unet: ModelMixin | None,
 ) -> None:
     """Refuse parts that do not fit each other: their first call would fail deep inside."""
+    for name, part in (("unet", unet), ("scheduler", scheduler)):
+        if part is None:
+            raise ValueError(f"a pipeline needs a {name}, got None")
     if (text_encoder is None) != (tokenizer is None):
         raise ValueError("text_encoder and tokenizer go together: give both, or neither for a model without text")
+    if text_encoder is None and unet.config.get("context_dim") is not None:
+        raise ValueError(
+            f"the U-Net was trained with text (context_dim {unet.config.context_dim}): it needs a text_encoder and a "
+            "tokenizer; for pictures without a caption give the empty prompt"
+        )
     wanted = unet.config.get("context_dim")
     found = None if text_encoder is None else text_encoder.output_dim
     if wanted != found:

@@ -26,9 +26,9 @@ def read_pictures(
 ) -> Tensor:
     """Pictures of any kind as (B, C, H, W) float32 in [-1, 1].
 
-    pictures: one or a list of files, PIL pictures, arrays uint8 (H, W[, C]) or float (H, W, C) in [0, 1], or tensors
-    (C, H, W) in [0, 1]; or one float array (B, H, W, C) or tensor (B, C, H, W). size: the height and width to scale
-    files and PIL pictures to; None leaves a side as it is. name: of the argument, for errors.
+    pictures: one or a list of files, PIL pictures, arrays (H, W[, C]) of uint8, or of floats in [0, 1] or bools, or
+    tensors ([C,] H, W) of floats in [0, 1] or bools; or one array (B, H, W, C) or tensor (B, C, H, W). size: the
+    height and width to scale files and PIL pictures to; None leaves a side as it is. name: of the argument, for errors.
     Raises ValueError if they are of no such kind, or not all of one size, or hold values out of their range.
     """
     if isinstance(pictures, np.ndarray | Tensor) and pictures.ndim == 4:
@@ -89,12 +89,17 @@ def first_step(scheduler: SchedulerMixin, strength: float, steps: int) -> int:
 
 
 def _read(picture: Picture, channels: int, size: tuple[int | None, int | None], name: str) -> Tensor:
+    _check_axes(picture, channels, name)
     if isinstance(picture, np.ndarray) and picture.dtype == np.uint8 and picture.ndim in (2, 3):
         picture = Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 and picture.ndim == 3 else picture)
     if isinstance(picture, str | Path | Image.Image):
         return to_tensor(_resized(load_image(_as_file(picture), channels=channels), size))
-    if isinstance(picture, np.ndarray) and picture.dtype.kind == "f" and picture.ndim == 3:
-        picture = rearrange(torch.from_numpy(np.ascontiguousarray(picture)), "h w c -> c h w")
+    if isinstance(picture, np.ndarray) and picture.dtype.kind in "fb" and picture.ndim in (2, 3):
+        picture = torch.from_numpy(np.ascontiguousarray(picture))
+        picture = picture if picture.ndim == 2 else rearrange(picture, "h w c -> c h w")
+    if isinstance(picture, Tensor):
+        picture = picture[None] if picture.ndim == 2 else picture
+        picture = picture.float() if picture.dtype == torch.bool else picture
     if not isinstance(picture, Tensor) or picture.ndim != 3 or not picture.is_floating_point():
         kind = f"{picture.dtype} of {picture.ndim} axes" if hasattr(picture, "dtype") else type(picture).__name__
         raise ValueError(
@@ -107,6 +112,14 @@ def _read(picture: Picture, channels: int, size: tuple[int | None, int | None], 
         if wanted is not None and found != wanted:
             raise ValueError(f"{name} has {side} {found}, not {wanted}: arrays and tensors are not scaled")
     return picture * 2 - 1
+
+
+def _check_axes(picture: Picture, channels: int, name: str) -> None:
+    """Refuse an array with its channels in front, of which the width would be taken for them."""
+    if not isinstance(picture, np.ndarray) or picture.ndim != 3:
+        return
+    if picture.shape[0] in (1, channels) and picture.shape[2] > max(channels, 4):
+        raise ValueError(f"{name} must be an array (H, W, C), got {picture.shape}: a tensor may be (C, H, W)")
 
 
 def _as_file(picture: str | Path | Image.Image) -> str | Path | BytesIO:

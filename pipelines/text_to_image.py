@@ -59,7 +59,7 @@ class TextToImagePipeline(SamplingPipeline):
         Raises ValueError for an argument that does not fit, before any compute, and for pictures that are not finite.
         """
         if latents is not None:
-            height, width = check_latents(latents, height, width)
+            height, width = check_latents(latents, height, width, self.unet.downsample_factor)
         job = self._prepare(
             prompt,
             negative_prompt=negative_prompt,

@@ -88,6 +88,7 @@ def test_a_weaker_network_guides_between_the_prompts_too(pipeline):
         (["a", "b", "c"], {"num_frames": 2}, "num_frames must be at least 3, one for each prompt, got 2"),
         (["a", "b"], {"num_frames": 2.5}, "num_frames must be a whole number"),
         (["a", "b"], {"generator": seeds(1, 2, 3)}, "got 3 generators for 2 pictures"),
+        (["a", "b"], {"negative_prompt": ["x", "y"]}, "negative_prompt must be one string, for all frames"),
         (["a", "b"], {"height": 9}, "height must be a positive multiple of 4"),
     ],
 )

@@ -28,6 +28,15 @@ def pipeline():
     return tiny_pipeline()
 
 
+def test_arrays_and_tensors_of_two_axes_are_grey_and_bools_are_black_and_white():
+    mask = pixels(12, 8, 1)[..., 0] > 128
+    expected = torch.from_numpy(mask)[None, None].float() * 2 - 1
+    options = {"channels": 1, "size": (None, None), "name": "mask_image"}
+    tensor = torch.from_numpy(mask)
+    for each in (mask, mask[..., None], mask[None, ..., None], mask * 1.0, tensor, tensor.float(), tensor[None, None]):
+        assert torch.equal(read_pictures(each, **options), expected)
+
+
 def pixels(height=12, width=8, channels=3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (height, width, channels), generator=generator, dtype=torch.uint8).numpy()
@@ -82,7 +91,10 @@ def test_pictures_are_scaled_where_a_size_is_asked_for_and_arrays_are_not():
     [
         ([], "image must be a picture or a list of them"),
         (7, "image must be a file, a PIL picture, an array .* got int"),
-        (torch.zeros(3, 8), "got torch.float32 of 2 axes"),
+        (torch.zeros(8), "got torch.float32 of 1 axes"),
+        (torch.zeros(8, 8), "image must have 3 channels, as the U-Net, got 1"),
+        (np.zeros((1, 8, 12)), r"image must be an array \(H, W, C\), got \(1, 8, 12\): a tensor may be"),
+        (np.zeros((3, 8, 12), np.uint8), r"image must be an array \(H, W, C\), got \(3, 8, 12\)"),
         (torch.zeros(3, 8, 8, dtype=torch.int64), "got torch.int64 of 3 axes"),
         (torch.full((3, 8, 8), -0.5), r"image must hold values in \[0, 1\], got -0.5 to -0.5"),
         (torch.full((3, 8, 8), float("nan")), "got nan to nan"),
@@ -200,6 +212,21 @@ def test_the_steps_that_are_done_are_counted_and_can_be_interrupted(capsys):
     pipe.unet.calls.clear()
     pipe(None, torch.zeros(3, 12, 12), strength=0.5, num_inference_steps=8, callback_on_step_end=stop)
     assert len(pipe.unet.calls) == 2
+
+
+def test_what_the_mask_keeps_stays_when_a_callback_interrupts_or_changes_it():
+    pipe = InpaintPipeline.from_pipe(stub_pipeline())
+    image, mask = torch.full((3, 12, 12), 0.25), torch.zeros(12, 12)
+    mask[4:, 5:] = 1
+
+    def stop(caller, step, timestep, values):
+        caller._interrupt = step == 2
+        return {"latents": values["latents"] + 0.5}
+
+    found = pipe(None, image, mask, num_inference_steps=7, callback_on_step_end=stop, output_type="pt").images[0]
+    assert len(pipe.unet.calls) == 3
+    assert torch.equal(found[:, mask == 0], image[:, mask == 0])
+    assert (found[:, mask == 1] - 0.25).abs().mean() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

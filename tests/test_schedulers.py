@@ -238,6 +238,40 @@ def test_unsafe_settings_of_a_scheduler_are_refused():
         scheduler_prediction_type(DPMSolverMultistepScheduler(prediction_type="flow_prediction"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "settings", "message"),
+    [
+        ("flow", "FlowMatchEulerDiscrete", {"invert_sigmas": True}, "invert_sigmas=True goes from pictures to noise"),
+        ("flow", "FlowMatchEulerDiscrete", {"shift": 0.0}, "shift=0.0 has noise levels outside 0..1"),
+        ("flow", "FlowMatchHeunDiscrete", {"shift": -1.0}, "shift=-1.0 has noise levels outside"),
+        ("flow", "UniPCMultistep", {"flow_shift": -1.0}, "flow_shift=-1.0 has noise levels outside"),
+        ("flow", "UniPCMultistep", {"final_sigmas_type": "sigma_min"}, "sigma_min leaves noise in a flow's pictures"),
+        ("flow", "DPMSolverMultistep", {"use_lu_lambdas": True}, "use_lu_lambdas=True leaves the flow's own"),
+        ("flow", "DPMSolverSinglestep", {"algorithm_type": "dpmsolver"}, "sigma_min leaves noise"),
+        ("epsilon", "DPMSolverMultistep", {"algorithm_type": "sde-dpmsolver"}, "use sde-dpmsolver[+][+]"),
+        ("epsilon", "UniPCMultistep", {"predict_x0": False}, "predict_x0=False divides by"),
+        ("sample", "UniPCMultistep", {"solver_type": "bh1"}, "solver_type bh1 divides infinity"),
+        ("epsilon", "DDPM", {"variance_type": "learned"}, "learned variance is not supported"),
+    ],
+)
+def test_settings_with_which_an_oracle_fails_are_refused_by_name(kind, name, settings, message):
+    if str(settings.get("algorithm_type")).endswith("dpmsolver"):
+        settings = {**settings, "final_sigmas_type": "sigma_min"}  # diffusers itself refuses zero
+    scheduler = getattr(diffusers, f"{name}Scheduler").from_config(scheduler_for(kind).config, **settings)
+    with pytest.raises(ValueError, match=f"{name}Scheduler with .*{message}"):
+        check_sampling_scheduler(scheduler, kind)
+
+
+def test_a_shift_set_later_is_seen_and_what_samples_rightly_stays_allowed():
+    scheduler = scheduler_for("flow")
+    scheduler.set_shift(-2.0)
+    with pytest.raises(ValueError, match=r"shift=-2\.0"):
+        check_sampling_scheduler(scheduler, "flow")
+    for kind, settings in (("epsilon", {"final_sigmas_type": "sigma_min"}), ("epsilon", {"use_lu_lambdas": True})):
+        made = DPMSolverMultistepScheduler.from_config(scheduler_for(kind).config, **settings)
+        check_sampling_scheduler(made, kind)
+
+
 def test_schedulers_that_know_no_sample_prediction_are_not_offered_for_it():
     assert "PNDMScheduler" in sampling_schedulers("epsilon")
     assert "PNDMScheduler" not in sampling_schedulers("sample")

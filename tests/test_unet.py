@@ -203,6 +203,20 @@ def test_memory_layouts_give_one_result() -> None:
     assert_close(unet(sample.contiguous(memory_format=torch.channels_last), 3).sample, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_can_be_kept_in_eight_bits_and_cast_layer_by_layer(dtype) -> None:
+    unet = tiny_unet(context_dim=5)
+    sample, text = torch.randn(2, 2, 12, 12), torch.randn(2, 7, 5)
+    with torch.no_grad():
+        for parameter in unet.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)  # so that what is zero at first does something
+        expected = unet(sample, 500.0, text).sample
+        unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype)
+        found = unet(sample.to(dtype), 500.0, text.to(dtype)).sample
+    assert unet.conv_in.weight.dtype == torch.float8_e4m3fn and found.dtype == dtype
+    assert (found.float() - expected).norm() < 0.2 * expected.norm()
+
+
 def test_the_state_dict_names_levels_by_the_side_of_their_maps() -> None:
     keys = tiny_unet(context_dim=5).state_dict().keys()
     assert "down.16x16.0.residual.in_conv.weight" in keys

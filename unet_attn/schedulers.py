@@ -4,6 +4,7 @@ What sampling has to know of a model; how it is trained is the business of `unet
 formulas of the types. A scheduler that would sample or train wrongly is refused here, with the reason.
 """
 
+from math import isfinite
 from typing import Literal
 
 from diffusers import SchedulerMixin
@@ -59,9 +60,10 @@ _ZERO_TERMINAL_SNR = (
     "UniPCMultistepScheduler",
 )
 # in the multistep schedulers each of these puts noise levels of another kind in the place of the flow's
-_OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+_OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
+_FLOW_MATCH = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 _TRAINING_SCHEDULERS = {
-    "flow": ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"),
+    "flow": _FLOW_MATCH,
     "discrete": ("DDIMScheduler", "DDPMScheduler"),
 }
 
@@ -72,7 +74,7 @@ def scheduler_prediction_type(scheduler: SchedulerMixin) -> PredictionType:
     Raises ValueError if its config names none that is known, or a flow without flow sigmas.
     """
     # a FlowMatch scheduler takes every output for a velocity, whatever its config was copied from
-    if _is_one_of(scheduler, ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")):
+    if _is_one_of(scheduler, _FLOW_MATCH):
         return "flow"
     name = type(scheduler).__name__
     found = scheduler.config.get("prediction_type")
@@ -123,8 +125,7 @@ def check_training_scheduler(scheduler: SchedulerMixin, prediction_type: Predict
             "for sampling, other schedulers are made from its config"
         )
     _check_zero_terminal_snr(scheduler, prediction_type)
-    if str(scheduler.config.get("variance_type", "")).startswith("learned"):
-        raise ValueError(f"{name} with a learned variance is not supported: set variance_type to fixed_small")
+    _check_solver_settings(scheduler)  # a learned variance among them
 
 
 def check_sampling_scheduler(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:
@@ -149,13 +150,49 @@ def check_sampling_scheduler(scheduler: SchedulerMixin, prediction_type: Predict
             # its first step divides by an alpha of 5e-5, and float32 does not hold what is left of the picture
             raise ValueError("PNDMScheduler with squaredcos_cap_v2 cannot begin at the last step: use leading")
     _check_zero_terminal_snr(scheduler, prediction_type)
-    spacings = [key for key in _OTHER_SIGMAS if scheduler.config.get(key, False)]
-    if prediction_type == "flow" and spacings and not name.startswith("FlowMatch"):
-        raise ValueError(f"{name} with {spacings[0]}=True leaves the flow's own noise levels: set it to False")
+    if prediction_type == "flow":
+        _check_flow_settings(scheduler)
+    _check_solver_settings(scheduler)
     if scheduler.config.get("use_dynamic_shifting", False):
         raise ValueError(
             f"{name} with use_dynamic_shifting=True needs a shift per picture size, which is not supported"
         )
+
+
+def _check_flow_settings(scheduler: SchedulerMixin) -> None:
+    """Refuse settings with which a scheduler leaves the way of a flow, or never comes to its end."""
+    name, config = type(scheduler).__name__, scheduler.config
+    own = _is_one_of(scheduler, _FLOW_MATCH)
+    spacings = [key for key in _OTHER_SIGMAS if config.get(key, False)]
+    if spacings and not own:
+        raise ValueError(f"{name} with {spacings[0]}=True leaves the flow's own noise levels: set it to False")
+    if own and config.get("invert_sigmas", False):
+        raise ValueError(f"{name} with invert_sigmas=True goes from pictures to noise: set it to False")
+    key = "shift" if own else "flow_shift"
+    # set_shift() changes the one at work, and not the config
+    has_own = isinstance(getattr(type(scheduler), "shift", None), property)
+    shift = scheduler.shift if has_own else config.get(key, 1.0)
+    if not (isfinite(shift) and shift > 0):
+        raise ValueError(f"{name} with {key}={shift} has noise levels outside 0..1: set it above 0")
+    if not own and config.get("final_sigmas_type") == "sigma_min":
+        raise ValueError(f"{name} with final_sigmas_type sigma_min leaves noise in a flow's pictures: set it to zero")
+    if not own and config.get("algorithm_type") in ("dpmsolver", "sde-dpmsolver"):
+        raise ValueError(f"{name} with algorithm_type {config.algorithm_type} knows no flow: use dpmsolver++")
+
+
+def _check_solver_settings(scheduler: SchedulerMixin) -> None:
+    """Refuse settings with which diffusers' steps fail, or end elsewhere, whatever the model predicts."""
+    name, config = type(scheduler).__name__, scheduler.config
+    if str(config.get("variance_type", "")).startswith("learned"):
+        raise ValueError(f"{name} with a learned variance is not supported: set variance_type to fixed_small")
+    if _is_one_of(scheduler, ("DPMSolverMultistepScheduler",)) and config.algorithm_type == "sde-dpmsolver":
+        raise ValueError(f"{name} with algorithm_type sde-dpmsolver ends at another picture: use sde-dpmsolver++")
+    if not _is_one_of(scheduler, ("UniPCMultistepScheduler",)):
+        return
+    if not config.predict_x0:
+        raise ValueError(f"{name} with predict_x0=False divides by a last noise level of 0: set it to True")
+    if config.solver_type == "bh1" and config.final_sigmas_type == "zero":
+        raise ValueError(f"{name} with solver_type bh1 divides infinity by itself at the last step: set it to bh2")
 
 
 def declare_prediction_type(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:

@@ -35,6 +35,8 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
     """
 
     _supports_gradient_checkpointing = True
+    # it casts the times to the dtype of its weights, which layerwise casting changes behind its back
+    _skip_layerwise_casting_patterns = ("time_embedding", "norm")
 
     @register_to_config
     def __init__(
@@ -109,13 +111,14 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
         context, context_mask = encoder_hidden_states, _token_mask(encoder_attention_mask)
         self._check_inputs(sample, context, context_mask)
 
+        x = self.conv_in(F.pixel_unshuffle(sample, self.config.patch_size))
+
         timestep = torch.as_tensor(timestep, device=sample.device).reshape(-1).expand(sample.shape[0])
-        embedding = self.time_embedding(timestep)
+        # to the map's dtype: another than the weights' where layerwise casting leaves the time embedding out
+        embedding = self.time_embedding(timestep).to(x.dtype)
         if context is not None:
             embedding = embedding + self.text_embedding(masked_mean(context, context_mask))
         embedding = F.silu(embedding)
-
-        x = self.conv_in(F.pixel_unshuffle(sample, self.config.patch_size))
 
         skips = []
         for level, layers in enumerate(self.down.values()):
