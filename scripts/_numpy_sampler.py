@@ -2,14 +2,20 @@
 
     python sample.py --prompt "a heart" "cloud upload" --steps 25 --seed 7 --out pictures
 
+Picture n has the seed --seed + n, which stands in its file name before the prompt. No file is ever overwritten: where
+another of the same name lies, the new one's name ends in -2.
+
 Needs numpy, onnxruntime, pillow and, for a model with text, tokenizers. It lies beside the model, as
 scripts/export.py wrote it; read it as an example of how to call the model from another language or program.
 """
 
 import argparse
 import json
+import math
+import os
+import re
 import sys
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +48,19 @@ class NumpySampler:
         guidance_scale: float = 3.0,
         negative_prompt: str = "",
     ) -> np.ndarray:
-        """prompts: B, ignored by a model without text; latents: noise (B, C, H, W). Returns (B, H, W, C) in [0, 1]."""
+        """prompts: B, ignored by a model without text; latents: noise (B, C, H, W). Returns (B, H, W, C) in [0, 1].
+
+        Raises ValueError if guidance_scale or what the network says is not finite, or steps does not fit.
+        """
+        if not math.isfinite(guidance_scale):
+            raise ValueError(f"guidance_scale must be a finite number, got {guidance_scale}")
         text = self.encode([negative_prompt] * len(prompts) + prompts) if self.text_encoder else {}
         x = latents.astype(np.float32)
         for level, following in pairwise(self.noise_levels(steps)):
-            x = self.step(x, self.predict(x, level[0], text, guidance_scale), level, following)
+            with np.errstate(over="ignore", invalid="ignore"):  # it is told below, in one line
+                x = self.step(x, self.predict(x, level[0], text, guidance_scale), level, following)
+            if not np.isfinite(x).all():  # it would be a black picture
+                raise ValueError(f"the numbers overflow: guidance_scale {guidance_scale} or the model is at fault")
         return (x / 2 + 0.5).clip(0, 1).transpose(0, 2, 3, 1)
 
     def encode(self, captions: list[str]) -> dict[str, np.ndarray]:
@@ -144,10 +158,41 @@ def write_pictures(sampler: NumpySampler, options: argparse.Namespace) -> None:
         negative_prompt=options.negative_prompt,
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    for seed, picture in zip(seeds, pictures, strict=True):
+    for seed, prompt, picture in zip(seeds, options.prompt, pictures, strict=True):
         pixels = (255 * picture).round().astype(np.uint8)
-        Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(options.out / f"{seed:05d}.png")
+        image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+        wanted = options.out / name_of(seed, prompt)
+        path = write_picture(image, wanted)
+        if path != wanted:
+            print(f"note: {wanted.name} is another picture, so this one is {path.name}", file=sys.stderr)
     print(f"wrote {len(seeds)} picture{'s' if len(seeds) > 1 else ''} to {options.out}")
+
+
+def name_of(seed: int, prompt: str) -> str:
+    words = re.sub(r"\W+", "-", prompt).strip("-").lower()[:40]
+    return f"{seed:05d}-{words}.png" if words else f"{seed:05d}.png"
+
+
+def write_picture(image: "Image.Image", path: Path) -> Path:  # noqa: F821  pillow is imported late
+    """Writes a PNG and returns its path, which ends in -2, -3, ... where other files lie."""
+    for number in count(1):
+        free = path if number == 1 else path.with_name(f"{path.stem}-{number}.png")
+        if not os.path.lexists(free):
+            image.save(free)
+            return free
+        if is_same(free, image):
+            return free
+
+
+def is_same(path: Path, image: "Image.Image") -> bool:  # noqa: F821
+    """Whether a file holds this picture."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as there:
+            return there.mode == image.mode and np.array_equal(np.asarray(there), np.asarray(image))
+    except (OSError, ValueError, SyntaxError):  # no picture, or a damaged one
+        return False
 
 
 if __name__ == "__main__":

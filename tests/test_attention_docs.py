@@ -7,8 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 from torch import nn
+from torch.testing import assert_close
+
+from unet_attn.attention_extras import OverPixels
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
@@ -25,6 +29,23 @@ def test_the_code_runs_and_the_shapes_are_as_it_says() -> None:
             assert str(tuple(tuple(shape) for shape in eval(statement, names)))[1:-1] == said
     assert names["weights"].shape == (2, 4, 64, 64)
     assert len(names["network"].lowest) == 2
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_the_code_for_the_lucidrains_unet_replaces_every_attention_and_changes_no_prediction(flash: bool) -> None:
+    lucidrains = pytest.importorskip("denoising_diffusion_pytorch.denoising_diffusion_pytorch")
+    torch.manual_seed(0)
+    unet = lucidrains.Unet(16, dim_mults=(1, 2), attn_dim_head=5, attn_heads=3, flash_attn=flash)
+    inputs = (torch.randn(2, 3, 8, 8), torch.tensor([3, 700]))
+    expected = unet(*inputs)
+    (block,) = (each for each in BLOCKS if "from_lucidrains" in each)
+    exec(block, {"unet": unet})
+
+    left = [name for name, each in unet.named_modules() if type(each) is lucidrains.Attention]
+    assert not left
+    names = ("downs.1.2", "mid_attn", "ups.0.2")
+    assert all(isinstance(unet.get_submodule(name).attention, OverPixels) for name in names)
+    assert_close(unet(*inputs), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_every_figure_of_the_page_is_there_and_small() -> None:

@@ -203,6 +203,9 @@ def test_chunks_agree_with_the_whole_forward_and_backward() -> None:
             assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="13 queries, but there are 11"):
         attention_in_chunks(*inputs, torch.ones(13, 7))
+    for chunk in (0, -1):
+        with pytest.raises(ValueError, match=f"chunk must be at least 1 query, got {chunk}"):
+            attention_in_chunks(*inputs, mask, chunk=chunk)
 
 
 def test_chunks_and_the_fused_kernel_never_hold_the_whole_matrix() -> None:

@@ -76,6 +76,69 @@ def test_more_axes_than_the_scores_have_are_refused() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
+def test_a_mask_that_is_no_tensor_is_refused_by_its_type(call: str) -> None:
+    mask = torch.ones((2, 1, 1, 7) if call in ANY_AXES else (2, 7))
+    for given, kind in ((mask.numpy(), "ndarray"), (mask.tolist(), "list")):
+        with pytest.raises(ValueError, match=f"^mask must be a tensor, got a {kind}$"):
+            CALLS[call](given)
+
+
+def test_so_is_a_bias_and_a_mask_where_axes_are_put_before_it() -> None:
+    head, memory = AttentionHead(8, 4), ExtendedMultiHeadAttention(8, 4, memory_tokens=2)
+    for given, kind in ((torch.ones(2, 7).numpy(), "ndarray"), ([[1] * 7] * 2, "list")):
+        for call in (lambda mask: head(KEYS, mask), lambda mask: memory(KEYS, KEYS, KEYS, mask)):
+            with pytest.raises(ValueError, match=f"mask must be a tensor, got a {kind}"):
+                call(given)
+        for call in (
+            lambda bias: attention(*SPLIT, bias=bias),
+            lambda bias: multi_head_attention(QUERY, KEYS, KEYS, heads=4, bias=bias),
+            lambda bias: memory(KEYS, KEYS, KEYS, bias=bias),
+        ):
+            with pytest.raises(ValueError, match=f"bias must be a tensor, got a {kind}"):
+                call(given)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_nan_in_a_mask_is_not_zero_and_so_may_be_attended(call: str) -> None:
+    mask = torch.ones(2, 1, 1, 7)
+    mask[..., 0] = 0
+    torch.manual_seed(0)
+    expected = CALLS[call](mask)
+    torch.manual_seed(0)
+    assert_close(CALLS[call](mask.masked_fill(mask == 1, torch.nan)), expected)
+
+
+@pytest.mark.parametrize("batches", [(1, 2, 2), (2, 1, 1), (4, 2, 2), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_two_batch_sizes_are_refused_and_none_is_broadcast(batches: tuple[int, int, int], masked: bool) -> None:
+    query, key, value = (randn(batch, n, 8) for batch, n in zip(batches, (3, 7, 7), strict=True))
+    mask = torch.ones(max(batches), 7) if masked else None
+    said = "query, key and value must have one batch size, got {}, {} and {}".format(*batches)
+    for call in (
+        lambda: multi_head_attention(query, key, value, heads=4, mask=mask),
+        lambda: MultiHeadAttention(8, 4)(query, key, value, mask),
+        lambda: MultiHeadAttention(8, 4)(query, key, value, mask, return_weights=True),
+        lambda: ExtendedMultiHeadAttention(8, 4, memory_tokens=2)(query, key, value, mask),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    if batches[1] == batches[2]:
+        feature_map = rearrange(query, "b n c -> b c n 1")
+        said = f"map and context must have one batch size, got {batches[0]} and {batches[1]}"
+        for weights in (False, True):
+            with pytest.raises(ValueError, match=said):
+                CrossAttention2d(8, 8, 4, 2)(feature_map, key, mask, return_weights=weights)
+
+
+def test_the_textbook_form_broadcasts_its_leading_axes() -> None:
+    query, key, value = SPLIT
+    output, weights = attention(query[:1], key, value[:, :1])
+    expected = attention(query[:1].expand_as(query), key, value[:, :1].expand_as(value))
+    assert_close((output, weights), expected)
+    assert output.shape == (2, 4, 3, 5)
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 7), (2, 1, 1, 1), (1, 4, 3, 7), (2, 4, 3, 7)])
 def test_a_size_of_one_serves_all(call: str, shape: tuple[int, ...]) -> None:
     mask = torch.ones(shape)

@@ -178,7 +178,7 @@ def test_an_output_without_bias_stays_without_on_maps(kind: type[nn.Module]) -> 
         ({"added_kv_proj_dim": 4}, "added_kv_proj_dim"),
         ({"scale_qk": False}, "scale_qk"),
         ({"rescale_output_factor": 2.0}, "rescale_output_factor"),
-        ({"dropout": 0.1}, "dropout"),
+        ({"dropout": 0.1}, r"dropout of its output \(ours is of the weights: set to_out\[1\].p to 0 first"),
         ({"norm_num_groups": 4}, "kind OverPixels"),
     ],
 )
@@ -358,6 +358,23 @@ def test_something_that_is_none_of_our_modules_is_refused() -> None:
     for convert in (to_torch, to_diffusers):
         with pytest.raises(ValueError, match=r"Linear is none of MultiHeadAttention, SelfAttention2d"):
             convert(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"Residual is none of .*: give the attention inside it, or make one of these"):
+        to_torch(Residual(MultiHeadAttention(12, 4)))
+
+
+@pytest.mark.parametrize("over_pixels", [False, True])
+def test_the_extended_module_goes_out_without_its_extras_and_is_refused_with_them(over_pixels: bool) -> None:
+    def build(**extras: int) -> nn.Module:
+        module = stirred(ExtendedMultiHeadAttention(12, 4, dropout=0.0, **extras))
+        return OverPixels(module) if over_pixels else module
+
+    ours, x = build(), randn(2, 5, 12)
+    expected = (ours.attention if over_pixels else ours)(x, x, x)
+    assert_close(to_torch(ours)(x, x, x)[0], expected, **CLOSE)
+    assert_close(to_diffusers(ours)(x), expected, **CLOSE)
+    for name, value in {"kv_heads": 2, "qk_norm": True, "memory_tokens": 3}.items():
+        with pytest.raises(ValueError, match=f"ExtendedMultiHeadAttention cannot be converted with {name}"):
+            to_torch(build(**{name: value}))
 
 
 def test_a_converted_module_shares_no_memory_and_keeps_the_dtype() -> None:

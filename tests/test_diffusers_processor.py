@@ -182,6 +182,27 @@ def test_a_mask_that_does_not_fit_is_refused_with_what_would(shape: tuple[int, .
 
 
 @pytest.mark.parametrize("keep_weights", [False, True])
+@pytest.mark.parametrize("queries", [1, 3])
+@torch.no_grad()
+def test_an_axis_of_one_for_the_heads_is_taken_as_diffusers_takes_it(keep_weights: bool, queries: int) -> None:
+    attn, x, context = Attention(12, heads=3, dim_head=4), randn(2, 3, 12), randn(2, 5, 12, seed=1)
+    for mask in (randn(2, 1, queries, 5, seed=2), randn(2, 1, queries, 5, seed=2) > 0):
+        expected = DiffusersAttnProcessor2_0()(attn, x, context, mask)
+        assert_close(AttnProcessor(keep_weights)(attn, x, context, mask), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+def test_another_batch_of_the_context_and_a_mask_that_is_no_tensor_are_refused(keep_weights: bool) -> None:
+    attn, processor = Attention(12, heads=3, dim_head=4), AttnProcessor(keep_weights)
+    for batches in ((2, 1), (1, 2)):
+        x, context = (randn(batch, 5, 12) for batch in batches)
+        with pytest.raises(ValueError, match="one batch size, got {}, {} and {}".format(*batches, batches[1])):
+            processor(attn, x, context)
+    with pytest.raises(ValueError, match="attention mask must be a tensor, got a ndarray"):
+        processor(attn, randn(2, 5, 12), None, torch.zeros(2, 5).numpy())
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
 @torch.no_grad()
 def test_a_boolean_mask_keeps_what_is_true(keep_weights: bool) -> None:
     attn, x = Attention(12, heads=3, dim_head=4), randn(2, 5, 12)

@@ -209,11 +209,47 @@ def test_the_folders_sampler_writes_pictures_and_refuses_what_does_not_fit(expor
 
     done = sample("--prompt", *PROMPTS, "--steps", "2", "--seed", "7", "--height", "16")
     assert done.returncode == 0 and done.stdout.startswith("wrote 2 pictures"), done.stderr
-    assert Image.open(tmp_path / "00008.png").size == (12, 16)
+    assert Image.open(tmp_path / "00008-cloud-upload-over-the-sea.png").size == (12, 16)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    done = sample("--prompt", *PROMPTS, "--steps", "2", "--seed", "7", "--height", "16")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
+    done = sample("--prompt", *PROMPTS, "--steps", "3", "--seed", "7", "--height", "16")
+    assert "note: 00007-a-red-heart.png is another picture, so this one is 00007-a-red-heart-2.png" in done.stderr
+    assert len(list(tmp_path.iterdir())) == 4
+    assert all((tmp_path / name).read_bytes() == content for name, content in written.items())
+
     done = sample("--width", "15")
     assert done.returncode == 2 and done.stderr.strip() == "error: width must be a multiple of 4, got 15"
     done = sample("--steps", "1001")
     assert done.returncode == 2 and "steps must be from 1 to 1000" in done.stderr
+    for scale, said in {
+        "nan": "must be a finite number, got nan",
+        "-inf": "got -inf",
+        "1e39": "numbers overflow",
+    }.items():
+        done = sample("--prompt", PROMPTS[0], "--steps", "3", f"--guidance_scale={scale}")
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_folders_sampler_names_a_picture_by_its_prompt_and_overwrites_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    pytest.importorskip("onnxruntime")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from _numpy_sampler import name_of, write_picture
+
+    assert name_of(3, "") == "00003.png" and name_of(3, " A red/Heart: ") == "00003-a-red-heart.png"
+    assert name_of(7, "b" * 300) == f"00007-{'b' * 40}.png"
+    path, grey, black = tmp_path / "00003.png", Image.new("L", (5, 3), 90), Image.new("L", (5, 3))
+    assert write_picture(grey, path) == write_picture(grey, path) == path
+    assert write_picture(black, path) == write_picture(black, path) == tmp_path / "00003-2.png"
+    (tmp_path / "00003-3.png").write_text("notes")
+    assert write_picture(Image.new("RGB", (5, 3)), path).name == "00003-4.png"
+    assert Image.open(path).getpixel((0, 0)) == 90 and (tmp_path / "00003-3.png").read_text() == "notes"
 
 
 @pytest.mark.slow

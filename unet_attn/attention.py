@@ -3,9 +3,9 @@
 This file needs torch and einops only and imports nothing of the project: copy it into any network.
 
 Letters: B batch, N tokens (Nq queries, Nk keys), D width, d width of one head, C channels, H W the map.
-Masks are bool or 0/1 numbers, non-zero = may be attended. A query with nothing to attend to gives output 0 and
-weights 0, with finite gradients. NaN in a key or value reaches the queries that may attend to it and no other, neither
-output nor gradient (`is_causal` alone does not hide it: give a mask where NaN may lie ahead).
+Masks are bool or 0/1 numbers, non-zero (NaN too) = may be attended. A query with nothing to attend to gives output 0
+and weights 0, with finite gradients. NaN in a key or value reaches the queries that may attend to it and no other,
+neither output nor gradient (`is_causal` alone does not hide it: give a mask where NaN may lie ahead).
 
 Source: Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/1706.03762.
 """
@@ -82,13 +82,11 @@ def multi_head_attention(
     query: (B, Nq, heads*d); key, value: (B, Nk, heads*d); mask: (B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk), where a
     size of 1 broadcasts; bias: float, broadcasts to (B, heads, Nq, Nk), added to the scores, never a mask;
     is_causal: query i attends to keys 0..i; dropout_p: probability of dropping a weight. Returns (B, Nq, heads*d).
-    Raises ValueError if the widths differ, `heads` does not divide them, or mask, bias or value does not fit.
+    Raises ValueError if widths or batches differ, `heads` does not divide them, or mask, bias or value does not fit.
     """
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        widths = f"{query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
-        raise ValueError(f"query, key and value must have one width, got {widths}")
+    check_equal("width", -1, query, key, value)
+    check_equal("batch size", 0, query, key, value)
     _check_divisible(query.shape[-1], heads)
-
     query, key, value = (split_heads(x, heads) for x in (query, key, value))
     return merge_heads(_fused(query, key, value, mask, bias, is_causal, dropout_p))
 
@@ -158,6 +156,7 @@ def _shape_of_scores(query: Tensor, key: Tensor) -> tuple[int, ...]:
 
 def _four_axes(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
     """(B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk) -> bool, with four axes. scores: their sizes, (B, heads, Nq, Nk)."""
+    _require_tensor("mask", mask)
     if mask.ndim == 2:
         return rearrange(_checked_mask(mask, (scores[0], scores[3])), "b k -> b 1 1 k")
     if mask.ndim == 3:
@@ -169,18 +168,32 @@ def _four_axes(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
 
 def _checked_mask(mask: Tensor, wanted: tuple[int, ...]) -> Tensor:
     """Returns the mask as bool; refuses one that would not broadcast to the wanted shape, (..., Nk)."""
+    _require_tensor("mask", mask)
     if mask.shape[-1] not in (1, wanted[-1]):
         raise ValueError(f"mask is for {mask.shape[-1]} keys, but there are {wanted[-1]}")
     _check_broadcast("mask", mask, wanted[-mask.ndim :])
     return mask != 0
 
 
+def _require_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got a {type(x).__name__}")
+
+
 def _check_broadcast(name: str, x: Tensor, wanted: tuple[int, ...]) -> None:
+    _require_tensor(name, x)
     if x.shape == wanted:  # the usual case, and this is done at every call
         return
     sizes = zip(reversed(x.shape), reversed(wanted), strict=False)
     if x.ndim > len(wanted) or any(size not in (1, full) for size, full in sizes):
         raise ValueError(f"{name} must broadcast to {tuple(wanted)}, got shape {tuple(x.shape)}")
+
+
+def check_equal(size: str, axis: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises ValueError unless all are of one size along an axis: a batch of 1 would be broadcast without a word."""
+    sizes = (query.shape[axis], key.shape[axis], value.shape[axis])
+    if not sizes[0] == sizes[1] == sizes[2]:
+        raise ValueError(f"query, key and value must have one {size}, got {sizes[0]}, {sizes[1]} and {sizes[2]}")
 
 
 def _check_lengths(key: Tensor, value: Tensor) -> None:
@@ -214,9 +227,7 @@ def _hide_unread_tokens(tokens: Tensor, mask: Tensor | None, query: Tensor) -> T
     """
     if mask is None:
         return tokens
-    (batch, heads, queries, _), (own_batch, keys, _) = query.shape, tokens.shape
-    scores = (own_batch if batch == 1 else batch, heads, queries, keys)
-    read = _four_axes(mask, scores).any(dim=2).any(dim=1)  # (B, Nk)
+    read = _four_axes(mask, (*query.shape[:3], tokens.shape[1])).any(dim=2).any(dim=1)  # (B, Nk)
     return tokens.masked_fill(~read[..., None], 0.0)
 
 
@@ -247,7 +258,7 @@ class AttentionHead(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: (B, N, hidden_size); mask: (B, Nk) or (B, Nq, Nk). Returns output (B, N, d) and weights (B, N, N)."""
-        if mask is not None and mask.ndim == 2:
+        if isinstance(mask, Tensor) and mask.ndim == 2:
             mask = rearrange(mask, "b k -> b 1 k")
         return attention(self.query(x), self.key(x), self.value(x), mask)
 
@@ -285,15 +296,14 @@ class MultiHeadAttention(nn.Module):
 
         Returns (B, Nq, dim), with return_weights also the weights (B, heads, Nq, Nk).
         """
+        check_equal("batch size", 0, query, key, value)
         query = split_heads(self.to_q(query), self.heads)
         key, value = (_hide_unread_tokens(x, mask, query) for x in (key, value))
         key, value = split_heads(self.to_k(key), self.heads), split_heads(self.to_v(value), self.heads)
         dropout_p = self.dropout if self.training else 0.0
-
         if not return_weights:
             return self.to_out(merge_heads(_fused(query, key, value, mask, dropout_p=dropout_p)))
-
-        output, weights = _weighed(query, key, value, mask, lambda w: F.dropout(w, dropout_p))
+        output, weights = _weighed(query, key, value, mask, dropout_p)
         return self.to_out(merge_heads(output)), weights
 
 
@@ -329,8 +339,7 @@ class SelfAttention2d(nn.Module):
         query, key, value = (rearrange(each, "b (heads d) h w -> b heads (h w) d", heads=self.heads) for each in qkv)
         output, weights = _weighed(query, key, value) if return_weights else (_fused(query, key, value), None)
 
-        output = self.to_out(_heads_to_map(output, x.shape[-2]))
-        output = output.contiguous(memory_format=_layout(x))
+        output = self.to_out(_heads_to_map(output, x.shape[-2])).contiguous(memory_format=_layout(x))
         return (output, weights) if return_weights else output
 
 
@@ -351,30 +360,26 @@ class CrossAttention2d(nn.Module):
         """x: (B, C, H, W); context: (B, N, context_dim); context_mask: (B, N), non-zero = a real token.
 
         Returns (B, C, H, W) in x's memory layout, with return_weights also the weights (B, heads, HW, N).
-        Raises ValueError if the mask's length or batch is not the context's.
+        Raises ValueError if the map's batch, or the mask's length or batch, is not the context's.
         """
+        if x.shape[0] != context.shape[0]:
+            raise ValueError(f"map and context must have one batch size, got {x.shape[0]} and {context.shape[0]}")
         query = rearrange(self.to_q(x), "b (heads d) h w -> b heads (h w) d", heads=self.heads)
         context = _hide_unread_tokens(context, context_mask, query)
         key, value = (split_heads(each, self.heads) for each in self.to_kv(context).chunk(2, dim=-1))
         attended = (query, key, value, context_mask)
         output, weights = _weighed(*attended) if return_weights else (_fused(*attended), None)
 
-        output = self.to_out(_heads_to_map(output, x.shape[-2]))
-        output = output.contiguous(memory_format=_layout(x))
+        output = self.to_out(_heads_to_map(output, x.shape[-2])).contiguous(memory_format=_layout(x))
         return (output, weights) if return_weights else output
 
 
 def _weighed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """`attention` over split heads, with the masks of multi_head_attention."""
-    return attention(
-        query, key, value, None if mask is None else _four_axes(mask, _shape_of_scores(query, key)), dropout
-    )
+    """`attention` over split heads, with the masks and the dropout of multi_head_attention."""
+    mask = None if mask is None else _four_axes(mask, _shape_of_scores(query, key))
+    return attention(query, key, value, mask, lambda weights: F.dropout(weights, dropout_p))
 
 
 def _heads_to_map(x: Tensor, height: int) -> Tensor:
@@ -391,6 +396,5 @@ def _heads_to_map(x: Tensor, height: int) -> Tensor:
 
 def _layout(x: Tensor) -> torch.memory_format:
     """The memory format that x is in; contiguous for one that is in neither."""
-    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-        return torch.channels_last
-    return torch.contiguous_format
+    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if channels_last else torch.contiguous_format

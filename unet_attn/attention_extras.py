@@ -3,7 +3,7 @@
 Each is off until asked for, and none of them weighs on `attention.py`, whose functions do the work here too.
 
 Letters: B batch, N tokens (Nq queries, Nk keys), D width, d width of one head, C channels, H W the map.
-Masks are bool or 0/1 numbers, non-zero = may be attended.
+Masks are bool or 0/1 numbers, non-zero (NaN too) = may be attended.
 """
 
 import torch
@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unet_attn.attention import attention, multi_head_attention
+from unet_attn.attention import attention, check_equal, multi_head_attention
 
 
 def attention_in_chunks(
@@ -21,10 +21,12 @@ def attention_in_chunks(
     """The output of `attention` in memory linear in Nq, without any fused kernel: some queries at a time.
 
     Shapes and masks as in `attention`; chunk: queries at a time. In training each chunk's weights are computed again
-    in the backward pass instead of kept. Returns (..., Nq, dv). Raises ValueError if the mask does not fit.
+    in the backward pass instead of kept. Returns (..., Nq, dv). Raises ValueError if chunk or the mask does not fit.
     """
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 query, got {chunk}")
     queries = query.shape[-2]
-    per_query = mask is not None and mask.ndim > 1 and mask.shape[-2] != 1
+    per_query = isinstance(mask, Tensor) and mask.ndim > 1 and mask.shape[-2] != 1
     if per_query and mask.shape[-2] != queries:
         raise ValueError(f"mask is for {mask.shape[-2]} queries, but there are {queries}")
 
@@ -100,6 +102,7 @@ class ExtendedMultiHeadAttention(nn.Module):
         bias: added to the scores, broadcasts to (B, heads, Nq, Nk), as from RelativePositionBias2d;
         rotation: (N, d, 2) for self-attention, as from rotation_2d. Returns (B, Nq, dim).
         """
+        check_equal("batch size", 0, query, key, value)
         query = self.norm_q(rearrange(self.to_q(query), "b n (heads d) -> b n heads d", heads=self.heads))
         key = self.norm_k(rearrange(self.to_k(key), "b n (heads d) -> b n heads d", heads=self.kv_heads))
         value = rearrange(self.to_v(value), "b n (heads d) -> b n heads d", heads=self.kv_heads)
@@ -111,8 +114,9 @@ class ExtendedMultiHeadAttention(nn.Module):
             extra = self.memory.shape[1]
             memory = repeat(self.memory, "kv n heads d -> kv b n heads d", b=key.shape[0]).to(key.dtype)
             key, value = torch.cat([memory[0], key], dim=1), torch.cat([memory[1], value], dim=1)
-            mask = None if mask is None else _in_front(mask != 0, extra, True)
-            bias = None if bias is None else _in_front(bias, extra, 0.0)
+            # what is no tensor goes on as it is, to be refused
+            mask = _in_front(mask != 0, extra, True) if isinstance(mask, Tensor) else mask
+            bias = _in_front(bias, extra, 0.0) if isinstance(bias, Tensor) else bias
 
         shared = self.heads // self.kv_heads
         key, value = (repeat(x, "b n heads d -> b n (heads shared) d", shared=shared) for x in (key, value))

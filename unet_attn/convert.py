@@ -92,6 +92,7 @@ def from_diffusers(module: nn.Module, kind: type[nn.Module] = MultiHeadAttention
     from diffusers.models.attention_processor import Attention
 
     _require_type(module, Attention)
+    dropped = module.to_out is not None and module.to_out[1].p > 0
     _refuse(
         module,
         {
@@ -106,7 +107,7 @@ def from_diffusers(module: nn.Module, kind: type[nn.Module] = MultiHeadAttention
             "pre_only": module.pre_only,
             "out_dim": module.out_dim != module.query_dim,
             "fuse_projections": module.fused_projections,
-            "dropout": module.to_out is not None and module.to_out[1].p > 0,
+            "dropout of its output (ours is of the weights: set to_out[1].p to 0 first)": dropped,
         },
     )
     on_map = module.group_norm is not None or module.residual_connection
@@ -192,8 +193,7 @@ def to_lucidrains(module: nn.Sequential) -> nn.Module:
     memory = None
     if isinstance(inner, OverPixels) and isinstance(inner.attention, ExtendedMultiHeadAttention):
         tokens = inner.attention
-        qk_norm = not isinstance(tokens.norm_q, nn.Identity)
-        _refuse(tokens, {"kv_heads": tokens.kv_heads != tokens.heads, "qk_norm": qk_norm})
+        _refuse(tokens, _extras(tokens))
         memory = tokens.memory
         parts = _from_linears((tokens.to_q, tokens.to_k, tokens.to_v), tokens.to_out, tokens.heads, tokens.dropout)
     elif isinstance(inner, SelfAttention2d):
@@ -262,15 +262,26 @@ def _read(module: nn.Module) -> Projections:
     """The projections of one of our modules."""
     if isinstance(module, OverPixels):
         module = module.attention
-    if isinstance(module, MultiHeadAttention):
+    if isinstance(module, ExtendedMultiHeadAttention):
+        _refuse(module, _extras(module) | {"memory_tokens": module.memory is not None})
+    if isinstance(module, (MultiHeadAttention, ExtendedMultiHeadAttention)):
         return _from_linears((module.to_q, module.to_k, module.to_v), module.to_out, module.heads, module.dropout)
     if isinstance(module, SelfAttention2d):
         query, key, value = module.to_qkv.weight.flatten(1).chunk(3)
     elif isinstance(module, CrossAttention2d):
         query, (key, value) = module.to_q.weight.flatten(1), module.to_kv.weight.chunk(2)
     else:
-        raise ValueError(f"a {_name(module)} is none of {', '.join(kind.__name__ for kind in KINDS)}")
+        names = ", ".join(kind.__name__ for kind in KINDS)
+        raise ValueError(f"a {_name(module)} is none of {names}: give the attention inside it, or make one of these")
     return Projections(module.heads, query, key, value, None, module.to_out.weight.flatten(1), module.to_out.bias)
+
+
+def _extras(module: ExtendedMultiHeadAttention) -> dict[str, bool]:
+    """What it has beyond MultiHeadAttention, memory tokens aside, for _refuse."""
+    return {
+        "kv_heads": module.kv_heads != module.heads,
+        "qk_norm": not isinstance(module.norm_q, nn.Identity),
+    }
 
 
 def _make(parts: Projections, kind: type[nn.Module]) -> nn.Module:

@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import Attention
 from einops import rearrange
 from torch import Tensor, nn
 
-from unet_attn.attention import attention, merge_heads, multi_head_attention, split_heads
+from unet_attn.attention import attention, check_equal, merge_heads, multi_head_attention, split_heads
 
 
 class AttnProcessor:
@@ -35,13 +35,13 @@ class AttnProcessor:
         temb: Tensor | None = None,
     ) -> Tensor:
         """hidden_states: (B, C, H, W) or (B, Nq, C); encoder_hidden_states: (B, Nk, D), None = self-attention;
-        attention_mask: (B, Nk), (B, 1 or Nq, Nk) or (B * heads, 1 or Nq, Nk), numbers added to the scores, or bool,
-        True = may be attended; temb: for a spatial norm only.
+        attention_mask: (B, Nk), (B, 1 or Nq, Nk) or (B * heads, 1 or Nq, Nk), the latter two also with an axis of 1
+        behind the first, numbers added to the scores, or bool, True = may be attended; temb: for a spatial norm only.
 
         A query whose keys are all at -10000, as diffusers' U-Nets hide padding, attends as if nothing were hidden, as
         in diffusers; one whose keys are all False gets 0. Returns hidden_states' shape. Raises ValueError for a mask
-        of a wrong shape, where diffusers fills up lengths in silence, and for an Attention that AttnProcessor2_0 does
-        not serve either.
+        of a wrong shape, where diffusers fills up lengths in silence, for two batch sizes, and for an Attention that
+        AttnProcessor2_0 does not serve either.
         """
         _check(attn)
         residual = hidden_states
@@ -57,6 +57,7 @@ class AttnProcessor:
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if encoder_hidden_states is not None and attn.norm_cross:
             context = attn.norm_encoder_hidden_states(context)
+        check_equal("batch size", 0, hidden_states, context, context)
         query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
         query = _normed_heads(query, attn.norm_q, attn.heads)
         key = _normed_heads(key, attn.norm_k, attn.heads)
@@ -115,6 +116,8 @@ def _normed_heads(x: Tensor, norm: nn.Module | None, heads: int) -> Tensor:
 
 def _mask_and_bias(attention_mask: Tensor, scores: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
     """diffusers' mask as one of ours, if it is bool, or else as a bias; it broadcasts to scores, (B, heads, Nq, Nk)."""
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"the attention mask must be a tensor, got a {type(attention_mask).__name__}")
     batch, heads, queries, keys = scores
     given = tuple(attention_mask.shape)
     if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
@@ -122,6 +125,8 @@ def _mask_and_bias(attention_mask: Tensor, scores: tuple[int, ...]) -> tuple[Ten
         raise ValueError(f"the attention mask must be bool, or float to be added, got {kind}: give mask != 0")
     if attention_mask.ndim == 2:
         attention_mask = attention_mask[:, None]
+    elif attention_mask.ndim == 4 and attention_mask.shape[1] == 1:
+        attention_mask = attention_mask.squeeze(1)
     if attention_mask.ndim != 3 or attention_mask.shape[0] not in (1, batch, batch * heads):
         raise ValueError(f"the attention mask must be {(batch, keys)} or {(batch, queries, keys)}, got shape {given}")
     if attention_mask.shape[-1] != keys:
