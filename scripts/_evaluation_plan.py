@@ -1,6 +1,8 @@
 """What evaluate.py reads and checks before it computes anything: pictures, captions, judge and feature network."""
 
 import argparse
+import json
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:  # they take seconds to import, which a wrong command line nee
 # how the run's pictures and captions were read
 DATA_KEYS = ("caption_extension", "class_template", "text_column", "image_column", "split")
 DATA_KEYS += ("background", "on_error", "max_pixels")
+OUR_KEYS = {"kid", "frechet", "extractor", "seeds"}  # of every evaluation.json since the first release
+MOST_FOR_COLOUR = 64  # pictures
+COLOURED = 16  # of 255: how far the channels of a pixel are apart; grey that was compressed as JPEG stays below
 
 
 class Plan(NamedTuple):
@@ -26,6 +31,8 @@ class Plan(NamedTuple):
     training: "CaptionedImages | None"
     chosen: list[int]  # the pictures of `data` whose captions are sampled
     captions: list[str]
+    reference: list[int]  # the pictures of `data` to compare with
+    made_for: "torch.Tensor | None"  # see unet_attn.measures; None = a model without text
     steps: int
     judge: "Judge | None"
     extractor: "Extractor"
@@ -33,7 +40,9 @@ class Plan(NamedTuple):
 
 def prepared(options: argparse.Namespace, pipeline: "TextToImagePipeline", device: "torch.device") -> Plan:
     """Read what the command line names. Raises ValueError or OSError for all that cannot be measured."""
-    from unet_attn.evaluation import check_counts, choose_pictures
+    import torch
+
+    from unet_attn.evaluation import MIN_PICTURES, MOST_REAL, check_counts, choose_pictures
     from unet_attn.extractors import Given, make_extractor
     from unet_attn.judge import caption_key
     from unet_attn.measures import check_candidates
@@ -51,15 +60,23 @@ def prepared(options: argparse.Namespace, pipeline: "TextToImagePipeline", devic
     if here and not same:
         training = read_pictures(Path(training_path), options.run, pipeline, trained_on=True)
 
-    chosen = choose_pictures(len(data), options.num_pictures, options.seed)
-    check_counts(real=len(set(chosen)))
+    # without a caption there is nothing to sample for; the others alone are compared, as they may differ
+    usable = [index for index, variants in enumerate(data.captions) if variants or not has_text]
+    if len(usable) < min(MIN_PICTURES, len(data)):
+        few = f"{len(usable)} of the {len(data)} pictures in {options.data_path} have a caption"
+        raise ValueError(f"{few}: {MIN_PICTURES} are needed to measure a distance")
+    check_counts(real=len(usable))
+    chosen, reference = (
+        [usable[place] for place in choose_pictures(len(usable), count, options.seed)]
+        for count in (options.num_pictures, min(MOST_REAL, len(usable)))
+    )
+    # both begin with the same pictures: the number of a caption is its place in the reference
+    made_for = torch.arange(options.num_pictures) % len(usable) if has_text else None
     if judge is not None and has_text:
         check_candidates(len(set(map(caption_key, known_captions(data)))))
     steps = chosen_steps(options.steps, pipeline.scheduler.config.num_train_timesteps)
     captions = [next(iter(data.captions[index]), "") for index in chosen]
-    if judge is not None and has_text and not any(captions):
-        raise ValueError("none of the chosen pictures has a caption to agree with: take more by --num_pictures")
-    return Plan(data, training, chosen, captions, steps, judge, extractor)
+    return Plan(data, training, chosen, captions, reference, made_for, steps, judge, extractor)
 
 
 def read_pictures(path: Path, run: Path, pipeline: "TextToImagePipeline", *, trained_on: bool) -> "CaptionedImages":
@@ -105,3 +122,70 @@ def chosen_judge(
 
 def known_captions(data: "CaptionedImages") -> list[str]:
     return [variants[0] for variants in data.captions if variants]
+
+
+def held_out_share(judge: "Judge", data: "CaptionedImages") -> float | None:
+    """How often the judge finds captions that it was not trained on, if it was trained on the other pictures of `data`.
+
+    Of other data it says nothing. None also where the judge's record does not tell.
+    """
+    record = judge.record
+    counts = [record.get(name) for name in ("trained_pictures", "held_out_pictures")]
+    share, path = record.get("held_out_agreement"), record.get("data")
+    if not isinstance(share, float) or not isinstance(path, str) or not all(isinstance(n, int) for n in counts):
+        return None
+    same = Path(path).resolve() == Path(data.options.path).resolve() and sum(counts) == len(known_captions(data))
+    return share if same else None
+
+
+def some_in_colour(data: "CaptionedImages", places: list[int]) -> bool:
+    """Whether a grey model is held against coloured pictures; of the first 64 of these."""
+    import numpy as np
+
+    from unet_attn.items import decode
+
+    for place in places[:MOST_FOR_COLOUR] if data.channels == 1 else []:
+        pixels = np.asarray(decode(BytesIO(data.encoded(place)), data.options, channels=3), dtype=np.int16)
+        if (pixels.max(axis=-1) - pixels.min(axis=-1)).max() > COLOURED:
+            return True
+    return False
+
+
+# ----------------------------------------------------------------------------------------------- where the figures go
+
+
+class Outputs(NamedTuple):
+    """The files of an evaluation. Those that are there are an earlier evaluation's."""
+
+    figures: Path
+    chart: Path
+    sheet: Path
+
+
+def chosen_outputs(options: argparse.Namespace) -> Outputs:
+    """Where the figures go. Raises ValueError or OSError if they cannot, or if a file is there that is not ours."""
+    path = options.json or options.run / "evaluation.json"
+    if path.suffix != ".json":
+        raise ValueError(f"--json must name a file that ends in .json, got {path}")
+    if options.json is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} for --json {path}")
+    outputs = Outputs(path, path.with_suffix(".svg"), path.with_name(f"{path.stem}_nearest.png"))
+    ours = files_of_evaluation(outputs)
+    for each in outputs:
+        if each.name not in ours and each.exists():
+            raise FileExistsError(
+                f"{each} is not from an earlier evaluation: move it away, or name another --json FILE"
+            )
+    return outputs
+
+
+def files_of_evaluation(outputs: Outputs) -> list[str]:
+    """The names of the files that an earlier evaluation wrote there."""
+    try:
+        earlier = json.loads(outputs.figures.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    if not isinstance(earlier, dict) or not earlier.keys() >= OUR_KEYS:
+        return []
+    beside = earlier.get("files", [outputs.chart.name, outputs.sheet.name])  # older releases kept no list
+    return [outputs.figures.name, *(beside if isinstance(beside, list) else [])]

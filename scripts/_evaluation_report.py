@@ -14,16 +14,17 @@ LARGEST = 256  # pixels of a picture in the sheet
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures with their standard errors, a line each."""
+    """The figures with their standard errors, a line each, and how they were measured."""
+    from unet_attn.scores import how_measured
+
     loss, copies = figures["loss"], figures["copies"]
-    kind = {True: "loss on training data", False: "validation loss", None: "loss"}[loss["on_training_data"]]
     lines = [
         ("sampled against real", f"{figures['sampled_pictures']} against {figures['real_pictures']} pictures"),
         ("KID x 1000", f"{1000 * figures['kid']:.2f} +- {1000 * figures['kid_error']:.2f}"),
         ("Frechet distance", f"{figures['frechet']:.2f} +- {figures['frechet_error']:.2f}"),
         ("precision", f"{figures['precision']:.3f} +- {figures['precision_error']:.3f}"),
         ("recall", f"{figures['recall']:.3f} +- {figures['recall_error']:.3f}"),
-        (kind, plus_minus(loss.get("true", loss["empty"]), digits=4)),
+        (loss_name(loss), plus_minus(loss.get("true", loss["empty"]), digits=4)),
     ]
     if "gap_exchanged" in loss:
         lines.append(("gap, exchanged captions", plus_minus(loss["gap_exchanged"], digits=4)))
@@ -32,17 +33,31 @@ def table(figures: dict[str, Any]) -> str:
     if "gap_empty" in loss:
         lines.append(("gap, empty captions", plus_minus(loss["gap_empty"], digits=4)))
     if "rate" in copies:
-        among = plus_minus(copies["rate_among_training"])
-        lines.append(("near copies", f"{plus_minus(copies['rate'])} (among training pictures {among})"))
+        among, excess = plus_minus(copies["rate_among_training"]), plus_minus(copies["excess"])
+        lines.append(("near copies", f"{plus_minus(copies['rate'])} (training pictures of one another {among})"))
+        lines.append(("near copies, excess", excess))
     else:
         lines.append(("near copies", f"not counted: {copies['skipped']}"))
     if "agreement" in figures:
-        agreement, record = figures["agreement"], figures["agreement"]["judge_record"]
-        ceiling = f"held-out real pairs {record['held_out_agreement']:.3f}"
-        lines.append(("caption agreement", f"{plus_minus(agreement['rate'])} ({ceiling}, chance 0.010)"))
+        agreement = figures["agreement"]
+        held_out = "" if agreement["held_out"] is None else f", pictures new to the judge {agreement['held_out']:.3f}"
+        beside = f"their real pictures {plus_minus(agreement['real'])}{held_out}, chance {agreement['chance']:.3f}"
+        lines.append(("caption agreement", f"{plus_minus(agreement['rate'])} ({beside})"))
     if figures["skipped"]:
         lines.append(("files skipped", f"{figures['skipped']}, {figures['pictures']} pictures read"))
+    if figures["without_caption"]:
+        lines.append(("without a caption", f"{figures['without_caption']} pictures, left out"))
+    if figures["colour_as_grey"]:
+        lines.append(("compared in grey", "the pictures are in colour, the run draws grey ones"))
+    lines.append(("measured", how_measured(figures)))
     return "\n".join(f"{name:24} {value}" for name, value in lines)
+
+
+def loss_name(loss: dict[str, Any]) -> str:
+    """What the loss is one of, as far as that is known."""
+    if loss["on_training_data"] is not None:
+        return "loss on training data" if loss["on_training_data"] else "validation loss"
+    return "loss" if loss["trained_on"] is None else f"loss, {loss['trained_on']} of {loss['pictures']} trained on"
 
 
 def plus_minus(figure: dict[str, float], *, digits: int = 3) -> str:

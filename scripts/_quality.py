@@ -205,7 +205,7 @@ def scored(name: str, out: Path, settings: dict[str, Any], scorer: Scorer) -> No
 
 
 def scores(pixels: "Tensor", scorer: Scorer) -> dict[str, Any]:
-    """The distances from the pictures of the same captions, and the judge's agreement. pixels: (N, C, H, W) uint8.
+    """The distances from real pictures, and the judge's agreement. pixels: (N, C, H, W) uint8.
 
     agreement: the judge finds the whole caption among 100; class_agreement: the first word among all first words, which
     a network that knows no more of a caption is asked as fairly as one that reads it.
@@ -213,7 +213,7 @@ def scores(pixels: "Tensor", scorer: Scorer) -> dict[str, Any]:
     import torch
     from _peer import Classes
 
-    from unet_attn.evaluation import compare_features
+    from unet_attn.evaluation import MOST_REAL, choose_pictures, compare_features
     from unet_attn.extractors import extract_features
     from unet_attn.feature_cache import cached_features
     from unet_attn.images import scaled
@@ -222,9 +222,12 @@ def scores(pixels: "Tensor", scorer: Scorer) -> dict[str, Any]:
 
     data, chosen = scorer.data, scorer.chosen[: len(pixels)]
     pictures = torch.stack([scaled(picture.numpy()) for picture in pixels])
-    real = cached_features((data[index]["image"] for index in sorted(set(chosen))), scorer.extractor)
+    # the pictures whose captions were drawn come first
+    reference = choose_pictures(len(data), min(MOST_REAL, len(data)), scorer.seed)
+    real = cached_features((data[index]["image"] for index in reference), scorer.extractor)
     sampled = extract_features(pictures, scorer.extractor.network)
-    found: dict[str, Any] = vars(compare_features(real, sampled, seed=scorer.seed))
+    made_for = torch.arange(len(chosen)) % len(data)
+    found: dict[str, Any] = vars(compare_features(real, sampled, made_for=made_for))
     if scorer.judge is None:
         return found
 

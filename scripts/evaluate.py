@@ -3,29 +3,31 @@
     python scripts/evaluate.py RUN --data.path DIR [--judge JUDGE]
     accelerate launch --multi_gpu --num_processes 2 scripts/evaluate.py RUN --data.path DIR    # shares the sampling
 
-Samples one picture for each of --num_pictures captions of DIR and compares them with the pictures of those captions.
-The figures go to RUN/evaluation.json with all that is needed to repeat them, a plot of the loss to RUN/evaluation.svg,
+Samples one picture for each of --num_pictures captions of DIR and compares them with up to 5,000 pictures of DIR. The
+figures go to RUN/evaluation.json with all that is needed to repeat them, a plot of the loss to RUN/evaluation.svg,
 the pictures most like a training picture to RUN/evaluation_nearest.png; compare only runs measured the same way. A
 judge (scripts/train_judge.py) adds the agreement with the captions.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _evaluation_plan import Plan, known_captions, prepared
+from _evaluation_plan import Outputs, Plan, chosen_outputs, held_out_share, known_captions, prepared, some_in_colour
 from _processes import Processes
 from sample import Parser, chosen_device
 
 if TYPE_CHECKING:  # they take seconds to import, which a wrong command line need not wait for
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from PIL import Image
     from torch import Tensor
@@ -74,7 +76,7 @@ def refused(message: str) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    check_options(options)
+    outputs = check_options(options)
     processes = Processes("evaluate.py")
     if processes.device is not None and options.device is not None:
         raise ValueError("--device is for one process: the launch gives each of several its own")
@@ -103,11 +105,11 @@ def evaluate(options: argparse.Namespace) -> None:
     report = figures | settings_of(options, pipeline, plan, processes=launched) | {"seconds": seconds}
     print(table(report))
     print(f"measuring took {100 * (1 - seconds['sampling'] / sum(seconds.values())):.0f} % of the time")
-    write_all(options, report, chart, sheet)
+    write_all(outputs, report, chart, sheet)
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse what is wrong whatever the run and the data are."""
+def check_options(options: argparse.Namespace) -> Outputs:
+    """Refuse what is wrong whatever the run and the data are; where the figures go."""
     if options.batch_size < 1:
         raise ValueError(f"--batch_size must be at least 1, got {options.batch_size}")
     if not 0 <= options.seed < 2**63 - max(0, options.num_pictures):
@@ -116,15 +118,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError("--features judge needs --judge, a judge of this data: train one with scripts/train_judge.py")
     if options.inception_weights is not None and options.features != "inception":
         raise ValueError("--inception_weights are for --features inception")
-    path = result_path(options)
-    if path.suffix != ".json":
-        raise ValueError(f"--json must name a file that ends in .json, got {path}")
-    if options.json is not None and not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} for --json {path}")
-
-
-def result_path(options: argparse.Namespace) -> Path:
-    return options.json or options.run / "evaluation.json"
+    return chosen_outputs(options)
 
 
 # ----------------------------------------------------------------------------------------------------- what is measured
@@ -186,15 +180,16 @@ def measured(
         pictures, texts = torch.stack([item["image"] for item in items]), [item["caption"] for item in items]
         gap = conditioning_gap(pipeline, pictures, texts, seed=options.seed, batch_size=options.batch_size)
     with timed(seconds, "features"):
-        distinct = sorted(set(plan.chosen))
-        real_features = cached_features((data[index]["image"] for index in distinct), plan.extractor)
+        real_features = cached_features((data[index]["image"] for index in plan.reference), plan.extractor)
         sampled_features = extract_features(sampled, plan.extractor.network)
     with timed(seconds, "measures"):
-        figures: dict[str, Any] = asdict(compare_features(real_features, sampled_features, seed=options.seed))
-        on_training_data = None if plan.training is None else plan.training is data and not data.has_held_out
-        figures["loss"] = gap_figures(gap) | {"on_training_data": on_training_data}
-        figures["copies"], figures["nearest"], sheet = copies(options, plan, sampled)
-        if plan.judge is not None and pipeline.text_encoder is not None:
+        figures: dict[str, Any] = asdict(compare_features(real_features, sampled_features, made_for=plan.made_for))
+        own, met = [picture_digest(picture) for picture in pictures], set()
+        figures["copies"], figures["nearest"], sheet = copies(options, plan, sampled, met)
+        trained_on = None if plan.training is None else sum(digest in met for digest in own)
+        on_training_data = {len(own): True, 0: False}.get(trained_on)
+        figures["loss"] = gap_figures(gap) | {"trained_on": trained_on, "on_training_data": on_training_data}
+        if plan.judge is not None and plan.made_for is not None:
             figures["agreement"] = agreement_figures(options, plan, sampled)
     return figures, loss_chart(gap), sheet
 
@@ -208,12 +203,25 @@ def as_figure(value: object) -> object:
     return value._asdict() if hasattr(value, "_asdict") else value
 
 
+def picture_digest(picture: "Tensor") -> bytes:
+    """What tells a picture's pixels from others."""
+    return hashlib.blake2b(picture.contiguous().numpy(), digest_size=16).digest()
+
+
+def noted(pictures: "Iterable[Tensor]", met: set[bytes]) -> "Iterator[Tensor]":
+    """The pictures, with their digests put into `met`."""
+    for picture in pictures:
+        met.add(picture_digest(picture))
+        yield picture
+
+
 def copies(
-    options: argparse.Namespace, plan: Plan, sampled: "Tensor"
+    options: argparse.Namespace, plan: Plan, sampled: "Tensor", met: set[bytes]
 ) -> "tuple[dict[str, Any], list[dict[str, Any]], Image.Image | None]":
     """Near copies of training pictures, and as a yardstick how many of those are near copies of one another.
 
-    Also the sampled pictures that are most like a training picture, and a sheet of them beside those.
+    Also the sampled pictures that are most like a training picture, and a sheet of them beside those. met: takes the
+    digests of the training pictures, which may have to be read from the disk.
     """
     if plan.training is None:
         return {"skipped": "the run's training pictures are not here"}, [], None
@@ -221,24 +229,25 @@ def copies(
     from _evaluation_report import nearest_sheet
 
     from unet_attn.evaluation import choose_pictures
-    from unet_attn.measures import COPY_CORRELATION, Nearest, copy_rate, nearest_pictures
+    from unet_attn.measures import COPY_CORRELATION, Nearest, copy_rate, difference, nearest_pictures
 
     training = plan.training
     trained = [index for index, out in enumerate(training.held_out) if not out]
     own = torch.tensor(choose_pictures(len(trained), min(len(sampled), len(trained)), options.seed))
     yardstick = torch.stack([training[trained[place]]["image"] for place in own])
-    # one search for both: the training pictures may have to be read from the disk
-    found = nearest_pictures(
+    found = nearest_pictures(  # one search for both, since it reads all training pictures
         torch.cat([sampled, yardstick]),
-        (training[index]["image"] for index in trained),
+        noted((training[index]["image"] for index in trained), met),
         own=torch.cat([torch.full((len(sampled),), -1), own]),
     )
     nearest, among = (
         Nearest(*parts) for parts in zip(*(x.split([len(sampled), len(own)]) for x in found), strict=True)
     )
+    rate, rate_among = copy_rate(nearest), copy_rate(among)
     figures = {
-        "rate": as_figure(copy_rate(nearest, seed=options.seed)),
-        "rate_among_training": as_figure(copy_rate(among, seed=options.seed)),
+        "rate": as_figure(rate),
+        "rate_among_training": as_figure(rate_among),
+        "excess": as_figure(difference(rate, rate_among)),
         "correlation": COPY_CORRELATION,
         "training_pictures": len(trained),
         "training_data": str(training.options.path),
@@ -264,15 +273,28 @@ def nearest_figures(
 
 
 def agreement_figures(options: argparse.Namespace, plan: Plan, sampled: "Tensor") -> dict[str, Any]:
-    """How often the judge finds the caption that a picture was sampled for, with what it says of real pairs."""
-    from unet_attn.judge import caption_agreement
+    """How often the judge finds the caption that a picture was sampled for.
 
-    asked = [number for number, caption in enumerate(plan.captions) if caption]
-    captions, known = [plan.captions[number] for number in asked], known_captions(plan.data)
-    agreement = caption_agreement(plan.judge, sampled[asked], captions, known, seed=options.seed)
+    With that of the real pictures of the same captions among the same others, and of a judge that does not look.
+    """
+    import torch
+
+    from unet_attn.judge import caption_agreement, caption_key
+    from unet_attn.measures import blind_share
+
+    known = known_captions(plan.data)
+    real = torch.stack([plan.data[index]["image"] for index in plan.chosen])
+    rate, ceiling = (
+        caption_agreement(plan.judge, pictures, plan.captions, known, seed=options.seed) for pictures in (sampled, real)
+    )
+    times = Counter(map(caption_key, known))
+    numbers = {key: number for number, key in enumerate(times)}
     return {
-        "rate": as_figure(agreement),
-        "pictures": len(asked),
+        "rate": as_figure(rate),
+        "real": as_figure(ceiling),
+        "chance": blind_share(list(times.values()), [numbers[caption_key(caption)] for caption in plan.captions]),
+        "held_out": held_out_share(plan.judge, plan.data),
+        "pictures": len(sampled),
         "judge": str(options.judge),
         "judge_record": plan.judge.record,
     }
@@ -296,6 +318,8 @@ def settings_of(
         "data": str(options.data_path),
         "pictures": len(plan.data),
         "skipped": len(plan.data.faults),
+        "without_caption": None if plan.made_for is None else sum(not variants for variants in plan.data.captions),
+        "colour_as_grey": some_in_colour(plan.data, plan.reference),
         "resolution": pipeline.unet.config.sample_size,
         "seed": options.seed,
         "seeds": [options.seed, options.seed + options.num_pictures - 1],
@@ -308,21 +332,19 @@ def settings_of(
     }
 
 
-def write_all(options: argparse.Namespace, report: dict[str, Any], chart: str, sheet: "Image.Image | None") -> None:
+def write_all(outputs: Outputs, report: dict[str, Any], chart: str, sheet: "Image.Image | None") -> None:
     """Write the figures, and beside them the pictures; each complete or not at all."""
-    path = result_path(options)
-    sheet_path = path.with_name(f"{path.stem}_nearest.png")
-    written = [path, path.with_suffix(".svg")]
-    write(path, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
-    write(written[1], chart.encode())
+    files = [outputs.chart] + ([] if sheet is None else [outputs.sheet])
+    report = report | {"files": [path.name for path in files]}
+    write(outputs.figures, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
+    write(outputs.chart, chart.encode())
     if sheet is None:
-        sheet_path.unlink(missing_ok=True)  # an earlier evaluation's
+        outputs.sheet.unlink(missing_ok=True)  # an earlier evaluation's, as chosen_outputs made sure
     else:
         content = BytesIO()
         sheet.save(content, "PNG")
-        write(sheet_path, content.getvalue())
-        written.append(sheet_path)
-    print(f"written to {', '.join([str(path), *(each.name for each in written[1:])])}")
+        write(outputs.sheet, content.getvalue())
+    print(f"written to {', '.join([str(outputs.figures), *(path.name for path in files)])}")
 
 
 def write(path: Path, content: bytes) -> None:

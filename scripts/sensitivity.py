@@ -2,8 +2,8 @@
 
     python scripts/sensitivity.py DIR --judge JUDGE
 
-Prints the table of docs/evaluation.md. The pictures that the judge never saw stand for the sampled ones, as many of
-the others for the real ones.
+Prints the table of docs/evaluation.md. The pictures that the judge never saw stand for the sampled ones, the others for
+the real ones, but for some that make up for what is dropped.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from unet_attn.conditioning import exchanged_captions
 from unet_attn.data import CaptionedImages, DataOptions
-from unet_attn.evaluation import check_counts, compare_features
-from unet_attn.extractors import EfficientNetFeatures, extract_features
+from unet_attn.evaluation import MOST_REAL, check_counts, compare_features
+from unet_attn.extractors import EfficientNetFeatures, Extractor, extract_features
+from unet_attn.feature_cache import cached_features
 from unet_attn.judge import Judge, JudgeFeatures, caption_agreement
 from unet_attn.measures import Estimate, copy_rate, nearest_pictures
 from unet_attn.picture_model import split_held_out
@@ -62,11 +63,16 @@ def sensitivity_table(path: Path, judge: Judge, networks: dict[str, nn.Module], 
     # the judge's own split: what it never saw
     trained, held_out = split_held_out(len(items), int(judge.record["seed"]))
     order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(seed)).tolist()
-    reference = [trained[place] for place in order[: len(held_out)]]
-    spare = [trained[place] for place in order[len(held_out) :]]
+    # enough to make up for a half that is dropped, when half of them are dropped as well
+    spares = min(3 * len(held_out), len(trained) - len(held_out))
+    spare = [trained[place] for place in order[:spares]]
+    reference = [trained[place] for place in order[spares:]][:MOST_REAL]
     check_counts(real=len(reference), sampled=len(held_out))
 
-    real = {name: extract_features(pictures[reference], network) for name, network in networks.items()}
+    real = {
+        name: cached_features(pictures[reference], Extractor(network, f"{name} of a sensitivity table"))
+        for name, network in networks.items()
+    }
     heads = [f"{measure}, {name}" for name in networks for measure in ("KID x 1000", "Frechet", "precision", "recall")]
     rows = [["", *heads, "agreement", "near copies"]]
     folders = [data.paths[item["index"]].parent.name for item in items]
@@ -74,12 +80,12 @@ def sensitivity_table(path: Path, judge: Judge, networks: dict[str, nn.Module], 
     for spoiled in spoiled_sets(pictures, captions, folders, **parts, seed=seed):
         row = [spoiled.name]
         for name, network in networks.items():
-            row += distance_cells(real[name], extract_features(spoiled.pictures, network), seed=seed)
+            row += distance_cells(real[name], extract_features(spoiled.pictures, network))
         first = slice(spoiled.judged)
         row.append(
             cell(caption_agreement(judge, spoiled.pictures[first], spoiled.captions[first], captions, seed=seed))
         )
-        row.append(cell(copy_rate(nearest_pictures(spoiled.pictures, pictures[reference]), seed=seed)))
+        row.append(cell(copy_rate(nearest_pictures(spoiled.pictures, pictures[reference]))))
         rows.append(row)
         print(" | ".join(row), file=sys.stderr)
     rows.insert(1, ["---"] * len(rows[0]))
@@ -123,7 +129,7 @@ def spoiled_sets(
     yield Spoiled("captions exchanged", mine, exchanged_captions(said, seed=seed), count)
     yield Spoiled("one picture for all", mine[:1].expand_as(mine), said, count)
 
-    half = held_out[: count // 2] + reference[: count - count // 2]
+    half = held_out[1::2] + reference[: count - count // 2]
     yield Spoiled("half are copies", pictures[half], [captions[index] for index in half], count // 2)
 
 
@@ -135,8 +141,8 @@ def most_frequent(names: Iterable[str]) -> str:
     return Counter(names).most_common(1)[0][0]
 
 
-def distance_cells(real: Tensor, sampled: Tensor, *, seed: int) -> list[str]:
-    distances = compare_features(real, sampled, seed=seed)
+def distance_cells(real: Tensor, sampled: Tensor) -> list[str]:
+    distances = compare_features(real, sampled)
     return [
         cell(Estimate(1000 * distances.kid, 1000 * distances.kid_error), digits=2),
         cell(Estimate(distances.frechet, distances.frechet_error), digits=2),

@@ -65,7 +65,7 @@ def table_rows(options: argparse.Namespace) -> Iterator[list[str]]:
     steps = [chosen_steps(count, own.config.num_train_timesteps) for count in options.steps]
     with_first_steps = argparse.Namespace(**{**vars(options), "steps": steps[0]})
     plan = prepared(with_first_steps, pipeline, device)
-    real = cached_features((plan.data[index]["image"] for index in sorted(set(plan.chosen))), plan.extractor)
+    real = cached_features((plan.data[index]["image"] for index in plan.reference), plan.extractor)
 
     yield ["scheduler", "steps", "guidance", "KID x 1000", "Frechet", "agreement", "ms a picture"]
     yield ["---"] * 7
@@ -92,16 +92,14 @@ def table_rows(options: argparse.Namespace) -> Iterator[list[str]]:
 
 def scores(plan: Plan, real: torch.Tensor, sampled: torch.Tensor, *, seed: int) -> list[str]:
     """KID, Frechet distance and agreement of sampled pictures (N, C, H, W), with their errors, as cells."""
-    distances = compare_features(real, extract_features(sampled, plan.extractor.network), seed=seed)
+    distances = compare_features(real, extract_features(sampled, plan.extractor.network), made_for=plan.made_for)
     agreement = "-"
-    if plan.judge is not None and any(plan.captions):
-        asked = [number for number, caption in enumerate(plan.captions) if caption]
-        captions = [plan.captions[number] for number in asked]
-        found = caption_agreement(plan.judge, sampled[asked], captions, known_captions(plan.data), seed=seed)
+    if plan.judge is not None and plan.made_for is not None:
+        found = caption_agreement(plan.judge, sampled, plan.captions, known_captions(plan.data), seed=seed)
         agreement = f"{found.value:.3f} ± {found.error:.3f}"
     return [
         f"{1000 * distances.kid:.1f} ± {1000 * distances.kid_error:.1f}",
-        f"{distances.frechet:.0f} ± {distances.frechet_error:.0f}",
+        f"{distances.frechet:.2f} ± {distances.frechet_error:.2f}",
         agreement,
     ]
 

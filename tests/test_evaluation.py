@@ -10,6 +10,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from torch import Tensor, nn
+from torchmetrics.image.kid import poly_mmd
 
 from unet_attn.data import to_tensor
 from unet_attn.evaluation import (
@@ -17,10 +18,10 @@ from unet_attn.evaluation import (
     choose_pictures,
     compare_features,
     frechet_distance,
-    kernel_distance,
     sample_pictures,
 )
 from unet_attn.extractors import EfficientNetFeatures, extract_features
+from unet_attn.measures import gaussian_distance, kernel_distance
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.text_encoder import TextEncoder
 from unet_attn.tokenizer import train_tokenizer
@@ -47,20 +48,6 @@ def coloured_blobs(count: int, seed: int, *, noise: float = 0.0) -> list[Tensor]
         picture[:, top : top + 4, left : left + 5] += 1
     pictures = pictures + noise * torch.randn(pictures.shape, generator=generator)
     return list(pictures.clamp(-1, 1))
-
-
-def polynomial_mmd(real: Tensor, sampled: Tensor) -> Tensor:
-    """The unbiased estimator written out: means over all pairs of different pictures."""
-
-    def mean_kernel(a: Tensor, b: Tensor, *, skip_same: bool) -> Tensor:
-        pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if not (skip_same and i == j)]
-        return sum((a[i] @ b[j] / a.shape[1] + 1) ** 3 for i, j in pairs) / len(pairs)
-
-    return (
-        mean_kernel(real, real, skip_same=True)
-        + mean_kernel(sampled, sampled, skip_same=True)
-        - 2 * mean_kernel(real, sampled, skip_same=False)
-    )
 
 
 def tiny_pipeline(*, with_text: bool) -> TextToImagePipeline:
@@ -124,27 +111,15 @@ def test_the_frechet_distance_of_two_known_gaussians_is_exact() -> None:
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
 
 
-def test_kid_over_whole_sets_is_the_estimator_written_out() -> None:
+def test_kid_and_the_frechet_distance_are_torchmetrics() -> None:
     generator = torch.Generator().manual_seed(0)
-    real = torch.randn(7, 5, dtype=torch.float64, generator=generator)
-    sampled = torch.randn(7, 5, dtype=torch.float64, generator=generator) + 0.5
+    real = torch.randn(67, 5, dtype=torch.float64, generator=generator)
+    sampled = torch.randn(67, 5, dtype=torch.float64, generator=generator) + 0.5
 
-    mean, std = kernel_distance(real, sampled, subsets=3, subset_size=7)
+    expected = poly_mmd(real, sampled)  # of as many of both
 
-    assert mean == pytest.approx(polynomial_mmd(real, sampled).item(), rel=1e-9)
-    assert std == pytest.approx(0, abs=1e-12)
-
-
-def test_kid_repeats_with_its_seed_and_leaves_the_global_generator_alone() -> None:
-    features = torch.randn(2, 31, 5, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(11)
-    before = torch.get_rng_state()
-
-    first = kernel_distance(*features, subset_size=13, seed=3)
-
-    assert torch.equal(torch.get_rng_state(), before)
-    assert kernel_distance(*features, subset_size=13, seed=3) == first
-    assert kernel_distance(*features, subset_size=13, seed=4) != first
+    assert kernel_distance(real, sampled).value == pytest.approx(expected.item(), rel=1e-9)
+    assert gaussian_distance(real, sampled).value == pytest.approx(frechet_distance(real, sampled), rel=1e-9)
 
 
 def test_real_against_real_is_about_zero_and_noise_raises_both_distances(extractor: EfficientNetFeatures) -> None:
@@ -155,11 +130,20 @@ def test_real_against_real_is_about_zero_and_noise_raises_both_distances(extract
 
     same, little, much = (compare_features(real, other) for other in (more_real, little_noise, much_noise))
 
-    assert abs(same.kid) < 2 * same.kid_std
-    assert little.kid > 3 * same.kid_std
+    assert abs(same.kid) < 2 * same.kid_error
+    assert little.kid > 3 * same.kid_error
     assert same.kid < little.kid < much.kid
     assert same.frechet < little.frechet < much.frechet
-    assert (same.real_pictures, same.sampled_pictures, same.kid_subset_size) == (71, 71, 35)
+    assert (same.real_pictures, same.sampled_pictures) == (71, 71)
+
+
+def test_precision_and_recall_are_of_as_many_real_pictures_as_sampled_ones() -> None:
+    real, sampled = torch.randn(150, 5, generator=torch.Generator().manual_seed(0)).split([83, 67])
+
+    few, many = compare_features(real[:67], sampled), compare_features(real, sampled)
+
+    assert (few.precision, few.recall) == (many.precision, many.recall)
+    assert few.kid != many.kid and (many.real_pictures, many.sampled_pictures) == (83, 67)
 
 
 def test_too_few_pictures_are_refused_with_the_number_needed() -> None:
@@ -175,6 +159,7 @@ def test_pictures_are_chosen_by_the_seed_and_begin_again_at_the_end() -> None:
     assert sorted(chosen[:5]) == list(range(5))
     assert chosen[5:10] == chosen[:5] and chosen[10:] == chosen[:3]
     assert choose_pictures(5, 13, seed=3) == chosen != choose_pictures(5, 13, seed=4)
+    assert choose_pictures(5, 3, seed=3) == chosen[:3]
 
 
 @pytest.mark.parametrize("with_text", [True, False])

@@ -316,9 +316,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         if self.has_held_out:
             lines.append(f"{counted(sum(self.held_out), 'picture')} held out for validation")
         elif self.options.validation_share:
-            lines.append(
-                "no picture falls into data.validation_share: validation looks at trained pictures"
-            )
+            lines.append("no picture falls into data.validation_share: validation looks at trained pictures")
         missing = sum(not variants for variants in self.captions)
         if missing and any(self.captions):
             have = "has no caption: it trains" if missing == 1 else "have no caption: they train"

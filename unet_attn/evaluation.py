@@ -4,23 +4,20 @@ Both sides go the same way: 8-bit pictures, then one of the networks of `extract
 figures compare runs with each other, measured with the same number of pictures.
 """
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
-from torchmetrics.image.kid import KernelInceptionDistance
 
 from unet_attn.data import to_tensor
-from unet_attn.measures import frechet_error, kernel_error, precision_and_recall
+from unet_attn.measures import gaussian_distance, kernel_distance, precision_and_recall
 from unet_attn.pipelines.guidance import PLAIN_GUIDANCE, Guidance
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.sampler import epoch_order
 
-KID_SUBSETS = 100
-MAX_SUBSET_SIZE = 1000  # Binkowski et al. 2018, section 4
+MOST_REAL = 5000  # pictures to compare with: their part of the errors is then small beside that of the sampled ones
 MIN_PICTURES = 64  # of each side; below it the error of both figures is larger than what they measure
 
 
@@ -36,12 +33,11 @@ class _Identity(nn.Identity):
 class Distances:
     """The figures and what they were computed from. For kid and frechet lower is closer, for the others higher.
 
-    The errors are standard errors by the bootstrap; kid_std is what other tools print, the spread over the subsets.
+    The errors are standard errors; how they are found is said in `measures`.
     """
 
     kid: float
     kid_error: float
-    kid_std: float
     frechet: float
     frechet_error: float
     precision: float
@@ -50,12 +46,13 @@ class Distances:
     recall_error: float
     real_pictures: int
     sampled_pictures: int
-    kid_subsets: int
-    kid_subset_size: int
 
 
 def choose_pictures(size: int, count: int, seed: int) -> list[int]:
-    """`count` indices into a data set of `size`, in an order that `seed` draws; beyond its end it begins again."""
+    """`count` indices into a data set of `size`, in an order that `seed` draws; beyond its end it begins again.
+
+    With fewer or more of them the order is the same, so that the first are also the first of a larger choice.
+    """
     order = epoch_order(seed, 0, size)
     return [order[n % size] for n in range(count)]
 
@@ -100,25 +97,6 @@ def frechet_distance(real: Tensor, sampled: Tensor) -> float:
     return metric.compute().item()
 
 
-def kernel_distance(
-    real: Tensor, sampled: Tensor, *, subsets: int = KID_SUBSETS, subset_size: int, seed: int = 0
-) -> tuple[float, float]:
-    """KID of two sets of features (N, F), mean and std over subsets: the unbiased squared MMD with a cubic kernel.
-
-    Binkowski et al. 2018, eq. 4, k(x, y) = (x y / F + 1)^3. Its expected value does not depend on the number of
-    pictures and is 0 for equal distributions, so that single values may be negative.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*save all extracted features in buffer")  # a few MB here
-        metric = KernelInceptionDistance(feature=_Identity(real.shape[1]), subsets=subsets, subset_size=subset_size)
-    metric.update(real.double(), real=True)
-    metric.update(sampled.double(), real=False)
-    with torch.random.fork_rng(devices=[]):  # the subsets are drawn from torch's global generator
-        torch.manual_seed(seed)
-        mean, std = metric.compute()
-    return mean.item(), std.item()
-
-
 def check_counts(*, real: int | None = None, sampled: int | None = None) -> None:
     """Raise ValueError if a side has too few pictures for the figures to mean anything; None = not known yet."""
     for side, count in (("real", real), ("sampled", sampled)):
@@ -126,24 +104,25 @@ def check_counts(*, real: int | None = None, sampled: int | None = None) -> None
             raise ValueError(f"{count} {side} pictures are too few to measure a distance: {MIN_PICTURES} are needed")
 
 
-def compare_features(real: Tensor, sampled: Tensor, *, seed: int = 0) -> Distances:
-    """All figures of features (N, F), N at least 64 on each side; `seed` draws KID's subsets and the bootstrap."""
+def compare_features(real: Tensor, sampled: Tensor, *, made_for: Tensor | None = None) -> Distances:
+    """All figures of features (N, F) and (M, F), at least 64 of each.
+
+    made_for: (M,), the row of `real` whose caption each sampled picture was made for, or a number from N on for that of
+    a picture which is not among them; None = made without captions. See `measures`. Precision and recall are of equal
+    counts: of the real pictures they take the first M.
+    """
     check_counts(real=len(real), sampled=len(sampled))
-    subset_size = min(MAX_SUBSET_SIZE, min(len(real), len(sampled)) // 2)
-    kid, kid_std = kernel_distance(real, sampled, subset_size=subset_size, seed=seed)
-    precision, recall = precision_and_recall(real, sampled, seed=seed)
+    kid = kernel_distance(real, sampled, made_for=made_for)
+    precision, recall = precision_and_recall(real[: len(sampled)], sampled, made_for=made_for)
     return Distances(
-        kid=kid,
-        kid_error=kernel_error(real, sampled, seed=seed),
-        kid_std=kid_std,
+        kid=kid.value,
+        kid_error=kid.error,
         frechet=frechet_distance(real, sampled),
-        frechet_error=frechet_error(real, sampled, seed=seed),
+        frechet_error=gaussian_distance(real, sampled, made_for=made_for).error,
         precision=precision.value,
         precision_error=precision.error,
         recall=recall.value,
         recall_error=recall.error,
         real_pictures=len(real),
         sampled_pictures=len(sampled),
-        kid_subsets=KID_SUBSETS,
-        kid_subset_size=subset_size,
     )

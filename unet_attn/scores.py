@@ -18,10 +18,8 @@ class Score(NamedTuple):
 def score_rows(evaluation: Mapping[str, Any]) -> list[Score]:
     """The scores that an evaluation holds; those that it lacks, as older releases measured fewer, are left out."""
     loss, copies, agreement = (_part(evaluation, name) for name in ("loss", "copies", "agreement"))
-    where = {True: "on training data", False: "on pictures that training never saw"}.get(loss.get("on_training_data"))
-    record = _part(agreement, "judge_record")
-    ceiling = as_text(record.get("held_out_agreement"))
-    among = _estimate(copies, "rate_among_training")
+    where = _trained_on(loss)
+    among, excess = _estimate(copies, "rate_among_training"), _estimate(copies, "excess")
     rows = [
         Score(
             "KID x 1000",
@@ -57,16 +55,35 @@ def score_rows(evaluation: Mapping[str, Any]) -> list[Score]:
         Score(
             "near copies",
             _estimate(copies, "rate"),
-            f"share that repeats a training picture{f'; of the training pictures themselves {among}' if among else ''}",
+            "share that repeats a training picture"
+            + (f"; of the training pictures themselves {among}" if among else "")
+            + (f", excess {excess}" if excess else ""),
         ),
         Score(
             "caption agreement",
             _estimate(agreement, "rate"),
-            "how often a judge finds the caption among 100"
-            + (f"; of real pictures new to it {ceiling}, chance 0.010" if ceiling else ""),
+            f"how often a judge finds the caption among 100{_ceiling(agreement)}",
         ),
     ]
     return [row for row in rows if row.value]
+
+
+def _trained_on(loss: Mapping[str, Any]) -> str:
+    """Whether the loss is one of training, as far as the evaluation knew."""
+    known, saw, of = (loss.get(name) for name in ("on_training_data", "trained_on", "pictures"))
+    if known is not None:
+        return "on training data" if known else "on pictures that training never saw"
+    return f"on {of} pictures, {saw} of which were trained on" if _is_number(saw) and _is_number(of) else ""
+
+
+def _ceiling(agreement: Mapping[str, Any]) -> str:
+    """What an agreement is to be held beside; nothing where an older release measured none."""
+    real, chance = _estimate(agreement, "real"), as_text(agreement.get("chance"))
+    if not real:
+        return ""
+    held_out = as_text(agreement.get("held_out"))
+    new = f" ({held_out} of pictures new to the judge)" if held_out else ""
+    return f"; of the real pictures of these captions {real}{new}, chance {chance}"
 
 
 def how_measured(evaluation: Mapping[str, Any]) -> str:
