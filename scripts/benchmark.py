@@ -181,21 +181,28 @@ def benchmark_sample(options: argparse.Namespace) -> None:
     pipeline.set_progress_bar_config(disable=True)
     prompt = None if pipeline.text_encoder is None else "cloud upload"
 
-    def sample() -> None:
+    def sample(*, return_attention: bool = False) -> None:
         pipeline(
             prompt,
             num_images_per_prompt=options.batch_size,
             num_inference_steps=options.steps,
             guidance_scale=options.guidance_scale,
             generator=torch.Generator().manual_seed(0),
+            return_attention=return_attention,
         )
 
-    sample()
-    times = [seconds(sample) for _ in range(options.repeats)]
+    has_maps = prompt is not None and bool(pipeline.unet.config.attention_levels)
+    with_maps = partial(sample, return_attention=has_maps)
+    for warm_up in (sample, with_maps):
+        warm_up()
+    pairs = [(seconds(sample), seconds(with_maps)) for _ in range(options.repeats)]
+    times, ratios = [plain for plain, _ in pairs], [maps / plain for plain, maps in pairs]
     print(describe_machine())
     size = pipeline.unet.config.sample_size
     print(f"{options.steps} steps, guidance {options.guidance_scale}, {options.batch_size} at a time, {size} x {size}")
     print(f"  {options.batch_size / statistics.median(times):.1f} pictures/s (median of {options.repeats})")
+    if has_maps:
+        print(f"  with attention maps {statistics.median(ratios):.2f} of the time")
 
 
 if __name__ == "__main__":
