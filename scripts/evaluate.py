@@ -106,6 +106,8 @@ def evaluate(options: argparse.Namespace) -> None:
     print(table(report))
     print(f"measuring took {100 * (1 - seconds['sampling'] / sum(seconds.values())):.0f} % of the time")
     write_all(outputs, report, chart, sheet)
+    if options.json is None and (options.run / "config.yaml").is_file():
+        renew_report(options.run)
 
 
 def check_options(options: argparse.Namespace) -> Outputs:
@@ -345,6 +347,16 @@ def write_all(outputs: Outputs, report: dict[str, Any], chart: str, sheet: "Imag
         sheet.save(content, "PNG")
         write(outputs.sheet, content.getvalue())
     print(f"written to {', '.join([str(outputs.figures), *(path.name for path in files)])}")
+
+
+def renew_report(run: Path) -> None:
+    """The run's report and model card with the new figures. Those are written by then, whatever comes of this."""
+    from report import renew
+
+    try:
+        print(*renew(run), sep="\n")
+    except (ValueError, OSError) as error:
+        print(f"warning: the report was not written: {error}", file=sys.stderr)
 
 
 def write(path: Path, content: bytes) -> None:
