@@ -338,8 +338,8 @@ class SelfAttention2d(nn.Module):
         qkv = self.to_qkv(x).chunk(3, dim=1)
         query, key, value = (rearrange(each, "b (heads d) h w -> b heads (h w) d", heads=self.heads) for each in qkv)
         output, weights = _weighed(query, key, value) if return_weights else (_fused(query, key, value), None)
-
-        output = self.to_out(_heads_to_map(output, x.shape[-2])).contiguous(memory_format=_layout(x))
+        output = self.to_out(_heads_to_map(output, x.shape[-2]))  # frees the mix before the layout is copied
+        output = output.contiguous(memory_format=_layout(x))
         return (output, weights) if return_weights else output
 
 
@@ -369,8 +369,8 @@ class CrossAttention2d(nn.Module):
         key, value = (split_heads(each, self.heads) for each in self.to_kv(context).chunk(2, dim=-1))
         attended = (query, key, value, context_mask)
         output, weights = _weighed(*attended) if return_weights else (_fused(*attended), None)
-
-        output = self.to_out(_heads_to_map(output, x.shape[-2])).contiguous(memory_format=_layout(x))
+        output = self.to_out(_heads_to_map(output, x.shape[-2]))  # frees the mix before the layout is copied
+        output = output.contiguous(memory_format=_layout(x))
         return (output, weights) if return_weights else output
 
 
