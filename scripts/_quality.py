@@ -191,6 +191,8 @@ def scored(name: str, out: Path, settings: dict[str, Any], scorer: Scorer) -> No
     import numpy as np
     import torch
 
+    from unet_attn.checkpoint import write_whole
+
     folder = out / name
     result = json.loads((folder / "record.json").read_text(encoding="utf-8"))
     result["settings"] = settings
@@ -199,9 +201,7 @@ def scored(name: str, out: Path, settings: dict[str, Any], scorer: Scorer) -> No
         take |= scores(pixels, scorer)
         if take["moment"] == 1 and take["sampler"] == "main":
             grid(pixels, scorer).save(out / f"{name}.png")
-    partial = out / f".{name}.json.partial"
-    partial.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(out / f"{name}.json")
+    write_whole(out / f"{name}.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
 def scores(pixels: "Tensor", scorer: Scorer) -> dict[str, Any]:

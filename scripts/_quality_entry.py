@@ -23,6 +23,7 @@ from _peers import make_peer
 from torch import Tensor
 from train import build, make_accelerator, make_parser
 
+from unet_attn.checkpoint import write_whole
 from unet_attn.clock import RunClock
 from unet_attn.data import CaptionedImages, DataOptions
 from unet_attn.extractors import to_bytes
@@ -251,9 +252,7 @@ def run(folder: Path) -> None:
     if task.threads is not None:
         torch.set_num_threads(task.threads)
     result = train_ours(task, folder) if task.name in OUR_SIZES else train_peer(task, folder)
-    partial = folder / "record.json.partial"
-    partial.write_text(json.dumps(result | {"task": asdict(task)}, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / "record.json")
+    write_whole(folder / "record.json", json.dumps(result | {"task": asdict(task)}, indent=2) + "\n")
 
 
 def main() -> int:

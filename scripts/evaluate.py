@@ -336,16 +336,18 @@ def settings_of(
 
 def write_all(outputs: Outputs, report: dict[str, Any], chart: str, sheet: "Image.Image | None") -> None:
     """Write the figures, and beside them the pictures; each complete or not at all."""
+    from unet_attn.checkpoint import write_whole
+
     files = [outputs.chart] + ([] if sheet is None else [outputs.sheet])
     report = report | {"files": [path.name for path in files]}
-    write(outputs.figures, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
-    write(outputs.chart, chart.encode())
+    write_whole(outputs.figures, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    write_whole(outputs.chart, chart)
     if sheet is None:
         outputs.sheet.unlink(missing_ok=True)  # an earlier evaluation's, as chosen_outputs made sure
     else:
         content = BytesIO()
         sheet.save(content, "PNG")
-        write(outputs.sheet, content.getvalue())
+        write_whole(outputs.sheet, content.getvalue())
     print(f"written to {', '.join([str(outputs.figures), *(path.name for path in files)])}")
 
 
@@ -357,12 +359,6 @@ def renew_report(run: Path) -> None:
         print(*renew(run), sep="\n")
     except (ValueError, OSError) as error:
         print(f"warning: the report was not written: {error}", file=sys.stderr)
-
-
-def write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ def write_run(folder: Path, *, steps: int = STEPS) -> Path:
     (folder / "logs/validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (folder / "evaluation.json").write_text(json.dumps(evaluation()), encoding="utf-8")
     write_picture(folder / "evaluation_nearest.png", side=31, seed=1)
-    (folder / "data.txt").write_text("1,327 pictures in pictures of <mine>, 16 x 16 grey\n", encoding="utf-8")
+    (folder / "data.txt").write_text(
+        "1,327 pictures in pictures of <mine>, 16 x 16 grey\n127 pictures held out for validation\n", encoding="utf-8"
+    )
     (folder / "skipped.tsv").write_text(
         "kind\tpath\treason\ntruncated\t/home/me/a&b.png\tends early\n", encoding="utf-8"
     )

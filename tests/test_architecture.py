@@ -41,7 +41,7 @@ judge <- extractors <- feature_cache
 cache <- feature_cache
 ema, checkpoint <- posthoc <- training
 faults <- scores, report_page
-checkpoint <- run_record
+checkpoint <- run_record <- tracking, watching, training
 charts, run_record, scores, report_page <- report
 run_record, scores <- model_card
 flow <- unet

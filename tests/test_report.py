@@ -69,11 +69,11 @@ def test_a_full_run_has_every_section(page: Page) -> None:
         "settings",
     ]
     for told in (
-        "trained from scratch on 1,327 pictures of pictures of <mine>, 16 x 16 grey.",
-        f"{STEPS * BATCH:,} pictures seen, each 9.9 times",
+        "trained from scratch on 1,200 pictures of pictures of <mine>, 16 x 16 grey.",
+        f"{STEPS * BATCH:,} pictures seen, each {STEPS * BATCH / 1200:.1f} times",
         "1 h 2 min of training",
         "0.1680 validation loss",  # 0.16 x (1 + 50 / 1000)
-        "Measured on 127 pictures that training never sees",
+        "Measured on 127 pictures that are held out of training",
         "1 step was skipped, as loss or gradient was not finite: 11.",
         "42.77 ± 10.79",
         "of the training pictures themselves 0.125 ± 0.022",

@@ -183,6 +183,16 @@ def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file completely or not at all; text as UTF-8."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON for people and machines; not-a-number is refused, since JSON has none."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -223,11 +233,8 @@ def _prune(newest: Path, keep: int) -> None:
 
 
 def _hash(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -12,8 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from unet_attn.checkpoint import write_whole
 from unet_attn.faults import one_line, printable
-from unet_attn.run_record import RunRecord, parameter_count, read_run, write_whole
+from unet_attn.run_record import RunRecord, parameter_count, read_run
 from unet_attn.scores import how_measured, score_rows
 
 CARD = "README.md"

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from unet_attn.charts import BUCKETS, Line, chart, curve
+from unet_attn.checkpoint import write_whole
 from unet_attn.faults import counted
 from unet_attn.report_page import (
     Section,
@@ -32,7 +33,6 @@ from unet_attn.run_record import (
     RunRecord,
     parameter_count,
     read_run,
-    write_whole,
 )
 from unet_attn.scores import as_text, how_measured, score_rows
 
@@ -220,7 +220,7 @@ def _validation(record: RunRecord) -> Section | None:
             body = paragraph(why) + body
         return Section("Validation", "validation", body)
     last = lines[-1]
-    seen = {True: "training never sees", False: "are also trained on"}.get(last.get("held_out"))
+    seen = {True: "are held out of training", False: "are also trained on"}.get(last.get("held_out"))
     of = f" on {counted(last['pictures'], 'picture')}" if isinstance(last.get("pictures"), int) else ""
     told = f"Measured{of}{f' that {seen}' if seen else ''}, the same noise and times at every validation."
     return Section("Validation", "validation", paragraph(told) + charts(figures))

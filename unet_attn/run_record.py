@@ -4,7 +4,6 @@ Every file but config.yaml may be missing, and keys of the metrics too: older re
 """
 
 import json
-import os
 import re
 import shlex
 from array import array
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from unet_attn.checkpoint import STATE, numbered
 
-CONFIG, METRICS, VALIDATION = "config.yaml", "logs/metrics.jsonl", "logs/validation.jsonl"
+CONFIG, LOGS, METRICS, VALIDATION = "config.yaml", "logs", "metrics.jsonl", "validation.jsonl"
 EVALUATION, NEAREST = "evaluation.json", "evaluation_nearest.png"
 DATA_SUMMARY, SKIPPED = "data.txt", "skipped.tsv"
 SCALARS = ("step", "loss", "lr", "pictures_seen", "grad_norm", "pictures_per_second", "data_wait", "memory_gib")
@@ -130,8 +129,11 @@ class RunRecord:
     @property
     def pictures(self) -> int | None:
         """How many pictures the run was trained on, as far as the summary of its data tells."""
-        found = re.match(r"([\d,]+) pictures? in ", self.data_summary or "")
-        return int(found[1].replace(",", "")) if found else None
+        summary = self.data_summary or ""
+        found = re.match(r"([\d,]+) pictures? in ", summary)
+        held_out = re.search(r"^([\d,]+) pictures? held out", summary, re.MULTILINE)
+        counts = [int(each[1].replace(",", "")) if each else 0 for each in (found, held_out)]
+        return counts[0] - counts[1] if found else None
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the settings; None where there is none."""
@@ -158,8 +160,8 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         config=config,
         config_text=config_text,
-        metrics=_read_metrics(folder / METRICS),
-        validation=[line for line in _json_lines(folder / VALIDATION) if line is not None],
+        metrics=_read_metrics(folder / LOGS / METRICS),
+        validation=[line for line in _json_lines(folder / LOGS / VALIDATION) if line is not None],
         evaluation=_read_json(folder / EVALUATION),
         grids=_grids(folder / "samples"),
         data_summary=summary.read_text(encoding="utf-8", errors="replace").strip() if summary.is_file() else None,
@@ -178,16 +180,6 @@ def parameter_count(folder: Path) -> int | None:
         return sum(map(_numbers_in, files)) if files else None
     except SafetensorError as error:
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file completely or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _numbers_in(file: Path) -> int:

@@ -19,7 +19,9 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm import tqdm
 
-METRICS = "metrics.jsonl"
+from unet_attn.checkpoint import write_whole
+from unet_attn.run_record import CONFIG, METRICS
+
 # the first steps are slow (caches, thread pools), so the estimate looks at those from FIRST_TIMED to ESTIMATE_AFTER
 FIRST_TIMED, ESTIMATE_AFTER = 3, 20
 
@@ -133,9 +135,7 @@ def drop_later_lines(path: Path, *, last_step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if _step_of(line) is not None and _step_of(line) <= last_step]
     if kept != lines:
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, "".join(kept))
 
 
 def keep_config(folder: Path, text: str, *, step: int) -> list[str]:
@@ -143,14 +143,12 @@ def keep_config(folder: Path, text: str, *, step: int) -> list[str]:
 
     Returns what it said otherwise, as lines of key, old and new value.
     """
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     before, now = (_flat(yaml.safe_load(each)) for each in (path.read_text("utf-8") if path.exists() else text, text))
     keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and key != "train.resume"]
     if keys:
         path.replace(folder / f"config-until-step-{step:06d}.yaml")
-    partial = folder / ".config.yaml.partial"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, text)
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
 
 

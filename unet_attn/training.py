@@ -32,6 +32,7 @@ from unet_attn.optim import (
 )
 from unet_attn.options import TrainOptions, check_unchanged, fixed_settings
 from unet_attn.posthoc import TRACKED, PowerFunctionEMA, drop_snapshots, write_snapshot
+from unet_attn.run_record import LOGS
 from unet_attn.sampler import (
     MODULE_DROPOUT,
     batch_noise,
@@ -373,7 +374,7 @@ class Trainer:
             if self.data.faults:
                 self.data.write_faults(self.folder / "skipped.tsv")
         self.log = RunLog(
-            self.folder / "logs",
+            self.folder / LOGS,
             self.accelerator,
             step=self.step,
             progress=self.progress,

@@ -23,13 +23,13 @@ from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions
 from unet_attn.pipelines.grid import picture_grid
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.run_record import LOGS, VALIDATION
 from unet_attn.tracking import drop_later_lines
 
 GRID_STEPS = 25
 GRID_GUIDANCE = 3.0
 GRID_COLUMNS = 4
 MOST_VALIDATED = 128  # pictures: each takes fifteen passes through the network
-VALIDATION = "validation.jsonl"
 
 
 class Watcher:
@@ -95,7 +95,7 @@ class Watcher:
         pictures, captions = [item["image"] for item in items], [item["caption"] for item in items]
         with self._pipeline() as pipeline, self.accelerator.autocast():
             gap = conditioning_gap(pipeline, torch.stack(pictures), captions, seed=self.options.seed)
-        path = self.folder / "logs" / VALIDATION
+        path = self.folder / LOGS / VALIDATION
         drop_later_lines(path, last_step=step - 1)
         found = {name: _plain(value) for name, value in vars(gap).items()}
         line = {"step": step, "held_out": self.data.has_held_out, **found}
