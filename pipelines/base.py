@@ -40,7 +40,7 @@ from unet_attn.pipelines.inputs import (
     to_output,
 )
 from unet_attn.pipelines.parts import PipelineOfParts
-from unet_attn.schedulers import clean_coefficients
+from unet_attn.schedulers import clean_coefficients, set_timesteps
 
 CALLBACK_TENSORS = ("latents",)
 
@@ -118,8 +118,8 @@ class SamplingPipeline(PipelineOfParts):
         *,
         negative_prompt: str | Sequence[str] | None,
         num_images_per_prompt: int,
-        num_inference_steps: int,
-        guidance_scale: float,
+        num_inference_steps: int | None,
+        guidance_scale: float | None,
         guidance: Guidance,
         size: tuple[int | None, int | None],
         generator: torch.Generator | list[torch.Generator] | None,
@@ -140,7 +140,8 @@ class SamplingPipeline(PipelineOfParts):
         has_text = self.text_encoder is not None
         prompts = check_prompts(prompt, has_text=has_text)
         negatives = check_negative_prompts(negative_prompt, prompts=len(prompts), has_text=has_text)
-        steps = check_steps(num_inference_steps, self.scheduler.config.num_train_timesteps)
+        steps = self.config.default_steps if num_inference_steps is None else num_inference_steps
+        steps = check_steps(steps, self.scheduler.config.num_train_timesteps)
         channels = self.unet.config.out_channels
         check_output_type(output_type, channels)
         images = check_count("num_images_per_prompt", num_images_per_prompt)
@@ -148,14 +149,15 @@ class SamplingPipeline(PipelineOfParts):
         shape = (pictures, channels, *self._checked_size(*size))
         device = self._execution_device
         generator = check_generators(generator, pictures=pictures, device=device)
-        self._guidance_scale = check_guidance_scale(guidance_scale)
+        scale = self.config.default_guidance_scale if guidance_scale is None else guidance_scale
+        self._guidance_scale = check_guidance_scale(scale)
         step_options = self._step_options(check_number("eta", eta), generator)
         if negative_prompt is not None and self.guidance_scale == 1:
             warnings.warn("negative_prompt has no effect at guidance_scale 1", stacklevel=3)
 
         # a copy, so that nothing a scheduler remembers passes from one call to the next
         scheduler = copy.deepcopy(self.scheduler)
-        scheduler.set_timesteps(steps, device=device)
+        set_timesteps(scheduler, steps, device)
         if hasattr(scheduler, "set_begin_index"):
             # else it looks its place up by the timestep, and where two are the same it takes the later one
             scheduler.set_begin_index(0)

@@ -76,11 +76,11 @@ def check_number(name: str, value: float) -> float:
     return float(value)
 
 
-def check_guidance_scale(value: float) -> float:
+def check_guidance_scale(value: float, name: str = "guidance_scale") -> float:
     """A number that float32 can weigh two answers with."""
-    scale = check_number("guidance_scale", value)
+    scale = check_number(name, value)
     if abs(scale) > GUIDANCE_LIMIT:
-        raise ValueError(f"guidance_scale must lie within {GUIDANCE_LIMIT:g} of 0, got {value!r}")
+        raise ValueError(f"{name} must lie within {GUIDANCE_LIMIT:g} of 0, got {value!r}")
     return scale
 
 

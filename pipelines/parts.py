@@ -8,11 +8,13 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from transformers import PreTrainedTokenizerBase
 
+from unet_attn.pipelines.inputs import check_count, check_guidance_scale
 from unet_attn.pipelines.loading import check_format_version, load_components
 from unet_attn.pipelines.portable import check_portable, write_code_files
 from unet_attn.schedulers import check_sampling_scheduler, declare_prediction_type, scheduler_prediction_type
 
 FORMAT_VERSION = 1
+DEFAULTS = ("default_steps", "default_guidance_scale")  # in the configuration; a folder may lack them
 PARTS = ("unet", "scheduler", "text_encoder", "tokenizer", "guide_unet")
 
 Pipeline = TypeVar("Pipeline", bound="PipelineOfParts")
@@ -35,7 +37,9 @@ class PipelineOfParts(DiffusionPipeline):
     text (smaller, or trained less), away from whose answer the guidance leads, in place of the unconditional one;
     prediction_type: what the U-Net predicts, by default what the scheduler says. It is kept in model_index.json, and a
     scheduler of another type is refused from then on.
-    Raises ValueError if the parts do not fit each other.
+    default_steps, default_guidance_scale: what a call takes that names no num_inference_steps, no guidance_scale. They
+    are kept in model_index.json too.
+    Raises ValueError if the parts do not fit each other, or a default is none that a call would take.
     """
 
     model_cpu_offload_seq = "text_encoder->unet->guide_unet"
@@ -51,6 +55,8 @@ class PipelineOfParts(DiffusionPipeline):
         guide_unet: ModelMixin | None = None,
         prediction_type: str | None = None,
         format_version: int = FORMAT_VERSION,
+        default_steps: int = 25,
+        default_guidance_scale: float = 3.0,
     ) -> None:
         super().__init__()
         check_format_version(format_version, FORMAT_VERSION, "this pipeline")
@@ -65,7 +71,11 @@ class PipelineOfParts(DiffusionPipeline):
         self.register_modules(
             unet=unet, scheduler=scheduler, text_encoder=text_encoder, tokenizer=tokenizer, guide_unet=guide_unet
         )
-        self.register_to_config(prediction_type=prediction_type, format_version=format_version)
+        self.register_to_config(
+            prediction_type=prediction_type,
+            format_version=format_version,
+            **_checked_defaults(default_steps, default_guidance_scale),
+        )
 
     @classmethod
     def from_pretrained(
@@ -97,7 +107,7 @@ class PipelineOfParts(DiffusionPipeline):
             dtype=dtype if dtype is not None else torch_dtype,
             variant=variant,
         )
-        kept = {name: options[name] for name in ("prediction_type", "format_version") if name in options}
+        kept = {name: options[name] for name in ("prediction_type", "format_version", *DEFAULTS) if name in options}
         pipeline = cls(**components, **kept)
         pipeline.register_to_config(_name_or_path=str(pretrained_model_name_or_path))
         return pipeline
@@ -120,7 +130,9 @@ class PipelineOfParts(DiffusionPipeline):
         """
         given = dict(zip(PARTS, (unet, scheduler, text_encoder, tokenizer, guide_unet), strict=True))
         parts = {name: pipeline.components.get(name) if value is OWN else value for name, value in given.items()}
-        made = cls(**parts, prediction_type=pipeline.config.prediction_type)
+        # a pipeline whose class came with an older folder has no defaults
+        kept = {name: pipeline.config[name] for name in ("prediction_type", *DEFAULTS) if name in pipeline.config}
+        made = cls(**parts, **kept)
         if pipeline.config.get("_name_or_path") is not None:
             made.register_to_config(_name_or_path=pipeline.config["_name_or_path"])
         made.set_progress_bar_config(**getattr(pipeline, "_progress_bar_config", {}))
@@ -143,6 +155,8 @@ class PipelineOfParts(DiffusionPipeline):
         if not safe_serialization:
             raise ValueError("safe_serialization=False writes pickled weights, which are never loaded: leave it out")
         self.check_parts()
+        # others may have been registered since
+        self.register_to_config(**_checked_defaults(self.config.default_steps, self.config.default_guidance_scale))
         check_portable(self)
         # diffusers notes no class for a part that is set where there was none, and would save a folder without it
         self.register_modules(**self.components)
@@ -155,6 +169,14 @@ class PipelineOfParts(DiffusionPipeline):
         """Refuse parts that were put in since for such as do not fit, with a ValueError."""
         _check_parts(**{name: self.components.get(name) for name in PARTS})
         check_sampling_scheduler(self.scheduler, self.config.prediction_type)
+
+
+def _checked_defaults(steps: int, guidance_scale: float) -> dict[str, int | float]:
+    """Both, as plain numbers for the configuration. How many steps the schedule holds is for the call to check."""
+    return {
+        "default_steps": check_count("default_steps", steps),
+        "default_guidance_scale": check_guidance_scale(guidance_scale, "default_guidance_scale"),
+    }
 
 
 def _check_parts(

@@ -27,8 +27,8 @@ class TextToImagePipeline(SamplingPipeline):
         *,
         negative_prompt: str | list[str] | None = None,
         num_images_per_prompt: int = 1,
-        num_inference_steps: int = 25,
-        guidance_scale: float = 3.0,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         guidance: Guidance = PLAIN_GUIDANCE,
         height: int | None = None,
         width: int | None = None,
@@ -45,6 +45,7 @@ class TextToImagePipeline(SamplingPipeline):
 
         prompt: one or several captions; None only for a model without text. negative_prompt: what to lead away from,
         one for all prompts or one each; None = the empty caption.
+        num_inference_steps, guidance_scale: None = the pipeline's own, config.default_steps and default_guidance_scale.
         guidance_scale: s in u + s (c - u), c the answer to the prompt and u that to the negative prompt: 0 gives u,
         1 gives c at half the cost, more leads further from u. With a guide_unet u is its answer to the same prompt.
         guidance: what is done beside that: rescaling, an interval of noise levels, projection.

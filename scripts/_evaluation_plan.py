@@ -74,7 +74,7 @@ def prepared(options: argparse.Namespace, pipeline: "TextToImagePipeline", devic
     made_for = torch.arange(options.num_pictures) % len(usable) if has_text else None
     if judge is not None and has_text:
         check_candidates(len(set(map(caption_key, known_captions(data)))))
-    steps = chosen_steps(options.steps, pipeline.scheduler.config.num_train_timesteps)
+    steps = chosen_steps(options.steps, pipeline)
     captions = [next(iter(data.captions[index]), "") for index in chosen]
     return Plan(data, training, chosen, captions, reference, made_for, steps, judge, extractor)
 

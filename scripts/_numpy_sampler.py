@@ -44,14 +44,17 @@ class NumpySampler:
         prompts: list[str],
         latents: np.ndarray,
         *,
-        steps: int = 25,
-        guidance_scale: float = 3.0,
+        steps: int | None = None,
+        guidance_scale: float | None = None,
         negative_prompt: str = "",
     ) -> np.ndarray:
         """prompts: B, ignored by a model without text; latents: noise (B, C, H, W). Returns (B, H, W, C) in [0, 1].
 
+        steps, guidance_scale: None = the numbers that were saved with the pipeline.
         Raises ValueError if guidance_scale or what the network says is not finite, or steps does not fit.
         """
+        steps = self.settings["default_steps"] if steps is None else steps
+        guidance_scale = self.settings["default_guidance_scale"] if guidance_scale is None else guidance_scale
         if not math.isfinite(guidance_scale):
             raise ValueError(f"guidance_scale must be a finite number, got {guidance_scale}")
         text = self.encode([negative_prompt] * len(prompts) + prompts) if self.text_encoder else {}
@@ -125,8 +128,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", nargs="+", default=[""], help="one or several captions")
     parser.add_argument("--negative_prompt", default="", help="what to lead away from")
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--guidance_scale", type=float, default=3.0)
+    parser.add_argument("--steps", type=int, help="by default the pipeline's own")
+    parser.add_argument("--guidance_scale", type=float, help="by default the pipeline's own")
     parser.add_argument("--seed", type=int, default=0, help="picture n has seed + n; not the noise of torch's seed")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)

@@ -172,15 +172,17 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
     arguments = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
     config = make_parser().parse_args(["--config", task.config, *arguments])
     options = TrainOptions(**config.train.as_dict())
-    model, objective, data = build(config, options, None)
-    trainer = WatchedTrainer(model, objective, data, options, make_accelerator(options.output_dir), config="")
-    takes = Takes(task, folder, asked_of(task, data, Classes(data)), OUR_SAMPLERS)
+    built = build(config, options, None)
+    accelerator = make_accelerator(options.output_dir)
+    trainer = WatchedTrainer(built.model, built.objective, built.data, options, accelerator, config="")
+    takes = Takes(task, folder, asked_of(task, built.data, Classes(built.data)), OUR_SAMPLERS)
     trainer.takes = takes
     if not trainer.run():
         raise ValueError("a signal ended the training")
     seconds = trainer.clock.seconds()
     takes.last(trainer.clock, trainer.step, trainer.draw)
-    sizes = f"block_channels {list(model.unet.config.block_channels)}, patch_size {model.unet.config.patch_size}"
+    unet = built.model.unet.config
+    sizes = f"block_channels {list(unet.block_channels)}, patch_size {unet.patch_size}"
     recipe = {"batch_size": options.batch_size, "optimizer": options.optimizer, "configuration": sizes}
     recipe["samplers"] = {name: sampler._asdict() for name, sampler in OUR_SAMPLERS.items()}
     return record(task, takes, recipe, trainer.parameters.values(), trainer.step, options.batch_size, seconds)

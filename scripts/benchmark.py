@@ -123,8 +123,8 @@ def trainer_for(arguments: list[str]) -> "Trainer":
 
     config = make_parser().parse_args(arguments)
     options = TrainOptions(**config.train.as_dict())
-    model, objective, data = build(config, options, None)
-    return Trainer(model, objective, data, options, make_accelerator(options.output_dir), config="")
+    built = build(config, options, None)
+    return Trainer(built.model, built.objective, built.data, options, make_accelerator(options.output_dir), config="")
 
 
 def benchmark_train(options: argparse.Namespace) -> None:

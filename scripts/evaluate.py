@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from _evaluation_plan import Outputs, Plan, chosen_outputs, held_out_share, known_captions, prepared, some_in_colour
 from _processes import Processes
-from sample import Parser, chosen_device
+from sample import Parser, chosen_device, chosen_guidance
 
 if TYPE_CHECKING:  # they take seconds to import, which a wrong command line need not wait for
     from collections.abc import Iterable, Iterator, Sequence
@@ -53,8 +53,8 @@ def main() -> int:
     parser.add_argument("--inception_weights", type=Path, metavar="FILE", help="default: where torch.hub keeps it")
     parser.add_argument("--num_pictures", type=int, default=512, help="pictures to sample (default 512)")
     parser.add_argument("--seed", type=int, default=0, help="picture n starts from seed + n (default 0)")
-    parser.add_argument("--steps", type=int, help="sampling steps (default 25)")
-    parser.add_argument("--guidance_scale", type=float, default=3.0, help="default 3.0")
+    parser.add_argument("--steps", type=int, help="sampling steps (default: the pipeline's own)")
+    parser.add_argument("--guidance_scale", type=float, help="default: the pipeline's own")
     parser.add_argument("--batch_size", type=int, default=64, help="pictures at a time (default 64); changes no result")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go (default RUN/evaluation.json)")
@@ -85,6 +85,7 @@ def evaluate(options: argparse.Namespace) -> None:
     # everything that can be refused is refused before minutes of sampling
     device = processes.device or processes.each(lambda: chosen_device(options.device))
     pipeline = processes.each(lambda: TextToImagePipeline.from_pretrained(options.run).to(device))
+    options.guidance_scale = chosen_guidance(options.guidance_scale, pipeline)
     plan = processes.each(lambda: prepared(options, pipeline, device) if processes.is_main else None)
     captions, options.steps = processes.of_main(lambda: (plan.captions, plan.steps))
 

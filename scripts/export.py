@@ -180,6 +180,8 @@ def settings_of(pipeline: "TextToImagePipeline") -> dict[str, object]:  # noqa: 
         "channels": unet.in_channels,
         "downsample_factor": pipeline.unet.downsample_factor,
         "text": text,
+        "default_steps": pipeline.config.default_steps,
+        "default_guidance_scale": pipeline.config.default_guidance_scale,
         "schedule": schedule_of(pipeline.scheduler, pipeline.config.prediction_type),
     }
 
@@ -188,7 +190,10 @@ def schedule_of(scheduler: "SchedulerMixin", prediction_type: str) -> dict[str, 
     """The noise schedule. Raises ValueError for a setting that the small sampler does not know."""
     config = scheduler.config
     if type(scheduler).__name__ not in SCHEDULERS:
-        raise ValueError(f"the exported sampler knows {', '.join(SCHEDULERS)}, not {type(scheduler).__name__}")
+        raise ValueError(
+            f"the exported sampler knows {', '.join(SCHEDULERS)}, not {type(scheduler).__name__}: "
+            "save the pipeline with one of those first"
+        )
     unknown = (
         "use_dynamic_shifting",
         "shift_terminal",

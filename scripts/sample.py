@@ -24,8 +24,6 @@ from typing import NamedTuple, NoReturn
 
 from _folder import check_folder
 
-DEFAULT_STEPS = 25
-DEFAULT_GUIDANCE = 3.0
 WIDEST_GRID = 8  # pictures in a row
 ROUNDING = 4  # of 255: what the same picture may differ by, made in another batch or on another machine
 GRID_KEY = "pictures"  # marks a grid in its metadata, and names its pictures
@@ -64,8 +62,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", nargs="+", help="one or several captions; none for a model without text")
     parser.add_argument("--negative_prompt", nargs="+", help="what to lead away from: one for all prompts, or one each")
     parser.add_argument("--num_images", type=int, help="pictures per prompt (1)")
-    parser.add_argument("--steps", "--num_inference_steps", type=int, help=f"inference steps ({DEFAULT_STEPS})")
-    parser.add_argument("--guidance_scale", type=float, help=f"1 follows, more insists ({DEFAULT_GUIDANCE})")
+    parser.add_argument("--steps", "--num_inference_steps", type=int, help="inference steps (the pipeline's own)")
+    parser.add_argument("--guidance_scale", type=float, help="1 follows, more insists (the pipeline's own)")
     parser.add_argument("--seed", type=int, help="seed of the first picture (0)")
     parser.add_argument("--scheduler", metavar="NAME", help="a diffusers class (the run's own)")
     parser.add_argument("--height", type=int, help="in pixels (as trained)")
@@ -83,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def settled(options: argparse.Namespace) -> argparse.Namespace:
     """The options with --like's settings or the defaults in the place of those that were not given."""
-    defaults = {"num_images": 1, "best_of": 1, "seed": 0, "guidance_scale": DEFAULT_GUIDANCE, "dtype": "float32"}
+    defaults = {"num_images": 1, "best_of": 1, "seed": 0, "dtype": "float32"}
     if options.like is not None:
         given = [name for name in ("num_images", "best_of", "judge", *LIKE) if getattr(options, name) is not None]
         if given:
@@ -140,12 +138,12 @@ def sample(options: argparse.Namespace) -> None:
     pipeline = TextToImagePipeline.from_pretrained(options.run, dtype=options.dtype).to(device)
     if options.scheduler is not None:
         pipeline.scheduler = chosen_scheduler(options.scheduler, pipeline)
-    steps = chosen_steps(options.steps, pipeline.scheduler.config.num_train_timesteps)
+    steps, scale = chosen_steps(options.steps, pipeline), chosen_guidance(options.guidance_scale, pipeline)
     has_text = pipeline.text_encoder is not None
     settings = {
         "steps": steps,
         "scheduler": type(pipeline.scheduler).__name__,
-        "guidance_scale": options.guidance_scale,
+        "guidance_scale": scale,
         "dtype": str(pipeline.unet.dtype).removeprefix("torch."),
     }
 
@@ -160,7 +158,7 @@ def sample(options: argparse.Namespace) -> None:
             negative_prompt=[request.negative_prompt for request in batch] if options.negative_prompt else None,
             num_images_per_prompt=1 if has_text else len(batch),
             num_inference_steps=steps,
-            guidance_scale=options.guidance_scale,
+            guidance_scale=scale,
             height=options.height,
             width=options.width,
             # on the CPU whatever the device, so that a seed means the same noise everywhere
@@ -264,13 +262,19 @@ def chosen_scheduler(name: str, pipeline: "TextToImagePipeline") -> "SchedulerMi
     return scheduler_from_config(getattr(diffusers, name), pipeline.scheduler.config)
 
 
-def chosen_steps(asked: int | None, trained: int) -> int:
-    """The number of steps asked for; the default gives way to a model that was trained with fewer."""
+def chosen_steps(asked: int | None, pipeline: "TextToImagePipeline") -> int:  # noqa: F821
+    """The number of steps asked for; the pipeline's own gives way where the model was trained with fewer."""
     if asked is not None:
         return asked
-    if trained < DEFAULT_STEPS:
+    own, trained = pipeline.config.default_steps, pipeline.scheduler.config.num_train_timesteps
+    if trained < own:
         print(f"note: {trained} steps, as the model was trained with no more", file=sys.stderr)
-    return min(DEFAULT_STEPS, trained)
+    return min(own, trained)
+
+
+def chosen_guidance(asked: float | None, pipeline: "TextToImagePipeline") -> float:  # noqa: F821
+    """The guidance scale asked for, or the pipeline's own."""
+    return pipeline.config.default_guidance_scale if asked is None else asked
 
 
 def name_of(request: Request) -> str:

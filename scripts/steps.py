@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from _evaluation_plan import Plan, known_captions, prepared
 from _measure import describe_machine
-from sample import chosen_device, chosen_scheduler, chosen_steps
+from sample import chosen_device, chosen_guidance, chosen_scheduler
 
 from unet_attn.evaluation import compare_features, sample_pictures
 from unet_attn.extractors import EXTRACTORS, extract_features
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--features", choices=EXTRACTORS, default="efficientnet", help="default efficientnet")
     parser.add_argument("--scheduler", nargs="+", metavar="NAME", help="diffusers classes (the run's own)")
     parser.add_argument("--steps", type=int, nargs="+", default=[5, 10, 15, 25, 50], help="default 5 10 15 25 50")
-    parser.add_argument("--guidance_scale", type=float, nargs="+", default=[3.0], help="default 3.0")
+    parser.add_argument("--guidance_scale", type=float, nargs="+", help="default: the pipeline's own")
     parser.add_argument("--interval", type=float, nargs=2, default=(0.0, math.inf), metavar=("LOW", "HIGH"),
                         help="noise levels between which there is guidance (all)")  # fmt: skip
     parser.add_argument("--num_pictures", type=int, default=512, help="pictures of each row (default 512)")
@@ -62,14 +62,14 @@ def table_rows(options: argparse.Namespace) -> Iterator[list[str]]:
     guidance = Guidance(interval=tuple(options.interval))
     own = pipeline.scheduler
     schedulers = [own] if options.scheduler is None else [chosen_scheduler(n, pipeline) for n in options.scheduler]
-    steps = [chosen_steps(count, own.config.num_train_timesteps) for count in options.steps]
-    with_first_steps = argparse.Namespace(**{**vars(options), "steps": steps[0]})
+    scales = [chosen_guidance(scale, pipeline) for scale in options.guidance_scale or [None]]
+    with_first_steps = argparse.Namespace(**{**vars(options), "steps": options.steps[0]})
     plan = prepared(with_first_steps, pipeline, device)
     real = cached_features((plan.data[index]["image"] for index in plan.reference), plan.extractor)
 
     yield ["scheduler", "steps", "guidance", "KID x 1000", "Frechet", "agreement", "ms a picture"]
     yield ["---"] * 7
-    for scheduler, scale, count in itertools.product(schedulers, options.guidance_scale, steps):
+    for scheduler, scale, count in itertools.product(schedulers, scales, options.steps):
         pipeline.scheduler = scheduler
         began = time.perf_counter()
         sampled = torch.stack(

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from unet_attn.checkpoint import load_state
+from unet_attn.consistency import ConsistencyOptions, ConsistencyTuning
 from unet_attn.data import CaptionedImages, DataError, DataOptions, StreamedImages, open_data
 from unet_attn.divergence import TrainingDiverged
 from unet_attn.inspection import describe_captions
@@ -33,6 +34,7 @@ from unet_attn.model import TextConditionalUNet
 from unet_attn.model_card import write_model_card
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions, check_start, check_unchanged, fixed_settings
+from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.report import write_report
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 from unet_attn.tokenizer import train_tokenizer
@@ -62,6 +64,12 @@ def make_parser() -> ArgumentParser:
     parser.add_function_arguments(train_tokenizer, "tokenizer", skip={"captions"})
     parser.add_subclass_arguments(SchedulerMixin, "scheduler", skip={"prediction_type"})
     parser.add_class_arguments(Objective, "objective", skip={"scheduler"})
+    parser.add_argument(
+        "--consistency",
+        type=ConsistencyOptions | None,
+        default=None,
+        help="tune a trained flow to few steps, or null for a training from the beginning",
+    )
     parser.add_class_arguments(TrainOptions, "train")
     return parser
 
@@ -117,8 +125,17 @@ def make(spec: Namespace, **more: Any) -> Any:
     return getattr(import_module(module), name)(**spec.init_args.as_dict(), **more)
 
 
-def build(config: Namespace, options: TrainOptions, resume_from: Path | None) -> tuple:
-    """The model, the objective and the data set. What one section knows another is told here, never by the user twice.
+class Built(NamedTuple):
+    """What a configuration describes."""
+
+    model: TextConditionalUNet
+    objective: Objective
+    data: CaptionedImages | StreamedImages
+    tuning: ConsistencyTuning | None
+
+
+def build(config: Namespace, options: TrainOptions, resume_from: Path | None) -> Built:
+    """Build what a run needs. What one section knows another is told here, never by the user twice.
 
     Everything that can be wrong without data is built before it is read.
     """
@@ -127,6 +144,7 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         objective = Objective(make(config.scheduler), **config.objective.as_dict())
     except IndexError as error:  # diffusers looks at the first of no betas
         raise ValueError(f"scheduler.init_args make no {config.scheduler.class_path}: {error}") from None
+    tuning = make_tuning(config.consistency, objective)
     has_text = config.text_encoder is not None
     options.check_prompts(has_text=has_text)
     pretrained = has_text and config.text_encoder.class_path.endswith(".PretrainedText")
@@ -145,7 +163,8 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     )
     if resume_from is not None:
         saved = load_state(resume_from)["fixed"]
-        now = fixed_settings(options, unet, None, objective, validation_share=data_options.validation_share)
+        share, tuned = data_options.validation_share, {} if tuning is None else tuning.settings()
+        now = fixed_settings(options, unet, None, objective, validation_share=share, tuning=tuned)
         known = [key for key in saved if not key.startswith("text_encoder")]  # its vocabulary is the captions'
         check_unchanged(resume_from, {key: saved[key] for key in known}, {key: now.get(key) for key in known})
     data = open_data(
@@ -156,12 +175,30 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         multiple_of=unet.downsample_factor,
     )
 
-    tokenizer = make_tokenizer(config, data, resume_from, pretrained=pretrained) if has_text else None
+    tokenizer = None
+    if has_text:
+        started = None if tuning is None else tuning.start.tokenizer
+        tokenizer = started or make_tokenizer(config, data, resume_from, pretrained=pretrained)
     if has_text and not pretrained:
         torch.manual_seed(options.seed + 1)
         text_encoder = make(config.text_encoder, vocab_size=len(tokenizer), max_length=config.tokenizer.max_length)
     uncertainty = NoiseUncertainty() if objective.loss_weighting == "uncertainty" else None
-    return TextConditionalUNet(unet, text_encoder, tokenizer, uncertainty), objective, data
+    model = TextConditionalUNet(unet, text_encoder, tokenizer, uncertainty)
+    if tuning is not None:
+        tuning.begin_with(model)
+    return Built(model, objective, data, tuning)
+
+
+def make_tuning(section: Namespace | None, objective: Objective) -> ConsistencyTuning | None:
+    """What tunes the run or saved pipeline that the section names; None without a section."""
+    if section is None:
+        return None
+    options = ConsistencyOptions(**section.as_dict())
+    try:
+        start = TextToImagePipeline.from_pretrained(options.start)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"consistency.start {options.start} cannot be used: {error}") from error
+    return ConsistencyTuning(options, start, objective)
 
 
 def check_output_outside(output_dir: str, data_path: str) -> None:
@@ -233,14 +270,17 @@ def train(arguments: list[str] | None) -> int:
     check_output_outside(options.output_dir, config.data.path)
     resume_from = check_start(options, num_processes=accelerator.num_processes)
 
-    model, objective, data = in_turn(accelerator, lambda: build(config, options, resume_from))
+    built = in_turn(accelerator, lambda: build(config, options, resume_from))
+    model, data = built.model, built.data
     accelerator.print(data.summary())
     if model.tokenizer is not None and (cut := describe_captions(data.captions, model.tokenizer).cut):
         limit = model.tokenizer.model_max_length
         accelerator.print(f"{cut} captions are longer than {limit} tokens and lose their ends (tokenizer.max_length)")
     accelerator.print(describe_model(model))
     text = parser.dump(config, skip_unset=False)
-    trainer = Trainer(model, objective, data, options, accelerator, config=text, resume_from=resume_from)
+    trainer = Trainer(
+        model, built.objective, data, options, accelerator, config=text, resume_from=resume_from, tuning=built.tuning
+    )
     try:
         finished = trainer.run()
     except (ValueError, OSError) as error:

@@ -78,6 +78,7 @@ CASES = [
     Case("FlowMatchEulerDiscreteScheduler", {"use_karras_sigmas": True}),
     Case("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, draws_noise=True),
     Case("FlowMatchHeunDiscreteScheduler", {}),
+    Case("FlowMatchLCMScheduler", {}, draws_noise=True),
     Case("HeunDiscreteScheduler", {}),
     Case("KDPM2DiscreteScheduler", {}),
     Case("KDPM2AncestralDiscreteScheduler", {}, draws_noise=True),

@@ -34,6 +34,7 @@ cache, images <- checking <- data
 cache <- tables
 buckets <- data
 ema, encodings, pipelines <- model <- watching
+model, objective, pipelines <- consistency <- watching, training
 conditioning, options, tracking, checkpoint, data <- watching <- training
 clock <- training
 sharding <- ema, optim, posthoc, divergence <- training

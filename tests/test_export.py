@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from unet_attn.attention_extras import (
     RelativeOverPixels,
     RotaryOverPixels,
 )
+from unet_attn.pipelines.text_to_image import TextToImagePipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["a red heart", "cloud upload over the sea"]
@@ -250,6 +252,21 @@ def test_the_folders_sampler_names_a_picture_by_its_prompt_and_overwrites_no_oth
     (tmp_path / "00003-3.png").write_text("notes")
     assert write_picture(Image.new("RGB", (5, 3)), path).name == "00003-4.png"
     assert Image.open(path).getpixel((0, 0)) == 90 and (tmp_path / "00003-3.png").read_text() == "notes"
+
+
+def test_the_settings_have_the_pipelines_own_numbers_and_a_scheduler_that_the_sampler_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from export import settings_of
+
+    pipe = TextToImagePipeline(**tiny_pipeline().components, default_steps=2, default_guidance_scale=1.5)
+    settings = settings_of(pipe)
+    assert (settings["default_steps"], settings["default_guidance_scale"]) == (2, 1.5)
+    for name in ("FlowMatchLCMScheduler", "UniPCMultistepScheduler"):
+        pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config)
+        with pytest.raises(ValueError, match=f"the exported sampler knows FlowMatchEuler.*, not {name}: save the"):
+            settings_of(pipe)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, FlowMatchLCMScheduler
 from pipeline_parts import CAPTIONS, seeds, tiny_pipeline, tiny_unconditional, tiny_unet
 from torch.testing import assert_close
 
@@ -60,9 +60,10 @@ def test_without_text_the_noise_changes():
         assert_close(frames[frame], pipe(generator=seeds(seed), **OPTIONS).images[0], rtol=0, atol=1e-5)
 
 
-def test_a_scheduler_with_noise_in_its_steps_adds_the_same_to_every_frame():
-    pipe = InterpolationPipeline.from_pipe(tiny_pipeline("epsilon"))
-    pipe.scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
+@pytest.mark.parametrize("scheduler_class", [DDPMScheduler, FlowMatchLCMScheduler])
+def test_a_scheduler_with_noise_in_its_steps_adds_the_same_to_every_frame(scheduler_class):
+    pipe = InterpolationPipeline.from_pipe(tiny_pipeline("epsilon" if scheduler_class is DDPMScheduler else "flow"))
+    pipe.scheduler = scheduler_class.from_config(pipe.scheduler.config)
     generator = seeds(1)[0]
     options = {"generator": [generator, generator.clone_state()], "num_frames": 3, **OPTIONS}
     frames = pipe(["a", "a"], **options).images

@@ -72,7 +72,7 @@ def test_no_path_of_the_machine_and_no_markup_of_users_gets_into_the_card(run: P
     assert "/home" not in card and "<mine>" not in card
     assert "| name | pictures of &lt;mine&gt; |" in card
     assert "the judge judge\\_a" in card
-    assert 'pipe("\\"\\"\\" ``` <b>", num' in card and card.count("\n```") == 6  # three blocks, each with two fences
+    assert 'pipe("\\"\\"\\" ``` <b>").images' in card and card.count("\n```") == 6  # three blocks, each with two fences
 
 
 def test_a_model_without_text_a_frozen_text_model_and_a_run_by_the_clock_are_described(tmp_path: Path) -> None:
@@ -88,6 +88,25 @@ def test_a_model_without_text_a_frozen_text_model_and_a_run_by_the_clock_are_des
     assert not [word for word in ("caption,", "words", "prompt") if word in body]
     assert "But for its text encoder it was trained from scratch" in model_card(clock)
     assert "--train.resume null --train.max_minutes null --train.max_steps 7\n" in model_card(clock)
+
+
+def test_the_call_has_the_pipelines_own_numbers_and_none_where_an_older_release_saved_none(tmp_path: Path) -> None:
+    run = write_bare_run(tmp_path / "run", steps=3)
+    index = run / "model_index.json"
+    for saved, call in (
+        ('{"default_steps": 2, "default_guidance_scale": 1.0}', ", num_inference_steps=2, guidance_scale=1.0).images"),
+        ("{}", '").images'),
+    ):
+        index.write_text(saved, encoding="utf-8")
+        assert model_card(run).count(call) == 2  # with unet-attn and without
+    for saved, message in (
+        ('{"default_steps": "<b>"}', "has default_steps '<b>', which is no number"),
+        ("{", "is no index of a pipeline"),
+        ("3", "is no index of a pipeline"),
+    ):
+        index.write_text(saved, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            model_card(run)
 
 
 def test_a_card_is_written_again_until_a_person_edits_it(run: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, EulerDiscreteScheduler, HeunDiscreteScheduler
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchLCMScheduler, HeunDiscreteScheduler
 from PIL import Image
 from pipeline_parts import quiet, scheduler_for, seeds, stub_pipeline, tiny_pipeline, tiny_unconditional
 from torch.testing import assert_close
@@ -247,7 +247,12 @@ def test_half_precision_gives_every_type_of_output(dtype, output_type):
 @pytest.mark.parametrize("strength", [0.4, 1.0])
 @pytest.mark.parametrize(
     ("prediction_type", "scheduler_class"),
-    [("flow", None), ("epsilon", DDIMScheduler), ("epsilon", HeunDiscreteScheduler)],
+    [
+        ("flow", None),
+        ("flow", FlowMatchLCMScheduler),
+        ("epsilon", DDIMScheduler),
+        ("epsilon", HeunDiscreteScheduler),
+    ],
 )
 def test_what_the_mask_keeps_stays_to_the_bit_and_the_rest_is_drawn(prediction_type, scheduler_class, strength):
     pipe = InpaintPipeline.from_pipe(tiny_pipeline(prediction_type))

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchLCMScheduler
 from diffusers.utils.dynamic_modules_utils import get_relative_imports
-from pipeline_parts import StubUNet, scheduler_for, seeds, tiny_pipeline, tiny_unconditional, tiny_unet
+from pipeline_parts import StubUNet, quiet, scheduler_for, seeds, tiny_pipeline, tiny_unconditional, tiny_unet
 
 from unet_attn.pipelines.image_to_image import ImageToImagePipeline
 from unet_attn.pipelines.inpaint import InpaintPipeline
@@ -89,6 +90,14 @@ def picture(pipe):
     return pipe(prompts, num_inference_steps=3, generator=seeds(3, 4), output_type="np").images
 
 
+def few_steps():
+    """A pipeline of two steps, each from new noise, which says so itself."""
+    pipe = tiny_pipeline()
+    scheduler = FlowMatchLCMScheduler.from_config(pipe.scheduler.config)
+    parts = pipe.components | {"scheduler": scheduler}
+    return quiet(TextToImagePipeline(**parts, default_steps=2, default_guidance_scale=1.0))
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A saved pipeline, and its pictures."""
@@ -97,6 +106,7 @@ def saved(tmp_path_factory):
     pipe = tiny_pipeline()
     pipe.save_pretrained(folder)
     pipe.save_pretrained(folder, variant="copy")
+    few_steps().save_pretrained(folder.with_name("few"))
     return folder, picture(pipe), picture(pipe.to(torch.bfloat16))
 
 
@@ -119,6 +129,10 @@ pipe.save_pretrained(f"{out}/again")
 np.save(f"{out}/again.npy", picture(load(f"{out}/again")))
 shown = pipe("a red heart", num_inference_steps=2, return_attention=True).attention[0]
 print("words:", *shown.words, float((shown.maps.sum(dim=0) - 1).abs().max()) < 1e-5)
+few = load(f"{folder}/../few")
+generator = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+np.save(f"{out}/few.npy", few(["a red heart", "cloud upload"], generator=generator, output_type="np").images)
+print("own numbers:", few.config.default_steps, few.config.default_guidance_scale, few.scheduler.__class__.__name__)
 try:
     pipe.scheduler = DDIMScheduler()
     pipe("a")
@@ -135,6 +149,13 @@ except ValueError as error:
 @pytest.mark.parametrize("name", ["plain", "variant", "custom", "again"])
 def test_without_our_package_stock_diffusers_gives_bit_identical_pictures(saved, hidden_run, name):
     np.testing.assert_array_equal(np.load(hidden_run[0] / f"{name}.npy"), saved[1])
+
+
+def test_stock_diffusers_samples_with_the_pipelines_own_numbers_and_levels(hidden_run):
+    assert "own numbers: 2 1.0 FlowMatchLCMScheduler\n" in hidden_run[1].stdout
+    options = {"num_inference_steps": 2, "guidance_scale": 1.0, "generator": seeds(3, 4), "output_type": "np"}
+    expected = few_steps()(["a red heart", "cloud upload"], **options).images
+    np.testing.assert_array_equal(np.load(hidden_run[0] / "few.npy"), expected)
 
 
 def test_bfloat16_loads_to_the_pictures_of_bfloat16(saved, hidden_run):

@@ -72,7 +72,9 @@ def test_each_picture_has_its_own_seed_in_name_and_metadata_and_is_made_again_al
     assert grid.width == 3 * (96 + 6) + 6
 
 
-@pytest.mark.parametrize("scheduler", ["FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+@pytest.mark.parametrize(
+    "scheduler", ["FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler", "DPMSolverMultistepScheduler"]
+)
 def test_a_picture_is_made_again_from_its_file(run_folder, tmp_path, scheduler):
     options = ["--prompt", "cloud 雲", "", "--negative_prompt", "blue", "--num_images", "2", "--seed", "7"]
     options += ["--guidance_scale", "4.5", "--height", "8", "--scheduler", scheduler, "--dtype", "bfloat16"]
@@ -158,6 +160,24 @@ def test_the_default_steps_give_way_to_a_model_trained_with_fewer(tmp_path, caps
     assert Image.open(tmp_path / "out" / "00000.png").text["steps"] == "10"
     assert call(tmp_path / "run", tmp_path / "out", "--steps", "11") == 2
     assert "error: num_inference_steps must be at most 10" in capsys.readouterr().err
+
+
+def test_steps_and_guidance_are_by_default_the_pipelines_own_and_stand_in_the_metadata(tmp_path, capsys):
+    unet, scheduler = tiny_unet(context_dim=None), DDIMScheduler(num_train_timesteps=7)
+    TextToImagePipeline(unet, scheduler, default_steps=3, default_guidance_scale=1.5).save_pretrained(tmp_path / "run")
+    assert sample_script.main([str(tmp_path / "run"), "--out", str(tmp_path / "own")]) == 0
+    assert capsys.readouterr().err.count("note") == 0
+    named = ["--steps", "3", "--guidance_scale", "1.5"]
+    assert sample_script.main([str(tmp_path / "run"), "--out", str(tmp_path / "named"), *named]) == 0
+    own, other = (tmp_path / name / "00000.png" for name in ("own", "named"))
+    assert own.read_bytes() == other.read_bytes()
+    about = Image.open(own).text
+    assert (about["steps"], about["guidance_scale"]) == ("3", "1.5")
+
+    TextToImagePipeline(unet, scheduler, default_steps=5).save_pretrained(tmp_path / "run")
+    again = [str(tmp_path / "run"), "--like", str(own), "--out", str(tmp_path / "again")]
+    assert sample_script.main(again) == 0  # by the picture's numbers, not by those that the run has now
+    assert (tmp_path / "again" / "00000.png").read_bytes() == own.read_bytes()
 
 
 def test_the_dtype_is_that_of_every_part(run_folder, tmp_path, monkeypatch):

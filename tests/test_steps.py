@@ -1,5 +1,6 @@
-"""The table of schedulers, steps and guidance."""
+"""The table of schedulers, steps and guidance, and whose numbers are measured where none are given."""
 
+import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -8,13 +9,19 @@ import pytest
 from pipeline_parts import tiny_pipeline
 from test_evaluate_script import noise_folder, saved_judge
 
+from unet_attn.pipelines.text_to_image import TextToImagePipeline
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def table(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    return script("steps", monkeypatch, *arguments)
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.setattr(sys, "argv", ["steps.py", *map(str, arguments)])
-    return import_module("steps").main()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    return import_module(name).main()
 
 
 def test_each_combination_has_a_row_of_the_same_pictures(
@@ -39,6 +46,28 @@ def test_each_combination_has_a_row_of_the_same_pictures(
     # one step of either scheduler goes straight to the predicted picture
     assert rows[0][3:6] == rows[4][3:6]
     assert rows[0][3:6] != rows[2][3:6]
+
+
+def test_steps_and_guidance_are_by_default_the_pipelines_own_and_what_was_taken_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data, judge = tmp_path / "run", noise_folder(tmp_path / "data"), saved_judge(tmp_path / "judge")
+    parts = tiny_pipeline().components
+    TextToImagePipeline(**parts, default_steps=2, default_guidance_scale=1.5).save_pretrained(run)
+    options = (run, "--data.path", data, "--judge", judge, "--features", "judge", "--num_pictures", "67")
+
+    reports = []
+    for numbers in ((), ("--steps", "2", "--guidance_scale", "1.5"), ("--guidance_scale", "4")):
+        assert script("evaluate", monkeypatch, *options, *numbers) == 0
+        reports.append(json.loads((run / "evaluation.json").read_text(encoding="utf-8")))
+    assert [(report["steps"], report["guidance_scale"]) for report in reports] == [(2, 1.5), (2, 1.5), (2, 4.0)]
+    assert reports[0]["kid"] == reports[1]["kid"] != reports[2]["kid"]
+
+    capsys.readouterr()
+    assert table(monkeypatch, *options, "--steps", "2") == 0
+    row = capsys.readouterr().out.splitlines()[-1]
+    kid = f"{1000 * reports[0]['kid']:.1f} ± {1000 * reports[0]['kid_error']:.1f}"
+    assert row.startswith(f"| FlowMatchEulerDiscreteScheduler | 2 | 1.5 | {kid} |")
 
 
 def test_a_scheduler_that_would_sample_wrongly_is_refused_in_one_line(

@@ -19,6 +19,8 @@ from unet_attn.scores import how_measured, score_rows
 
 CARD = "README.md"
 INDEX = "model_index.json"
+# arguments of a call, and the keys of the pipeline's own in its index
+_NUMBERS = {"num_inference_steps": "default_steps", "guidance_scale": "default_guidance_scale"}
 # a comment of the front matter, so that nobody sees it on the page
 _MARK = "# written by unet-attn, which replaces this file as long as nobody edits it: "
 _MARKED = re.compile(rf"---\n{re.escape(_MARK)}([0-9a-f]{{64}})\n")
@@ -98,7 +100,7 @@ def _usage(record: RunRecord) -> str:
     prompts = record.setting("train", "sample_prompts")
     prompt = str(prompts[0]) if isinstance(prompts, list) and prompts else "a caption like those of the training data"
     prompt = json.dumps(one_line(printable(prompt)), ensure_ascii=False)
-    call = f"pipe({prompt}, num_inference_steps=25, guidance_scale=3.0)" if record.has_text else "pipe()"
+    call = f"pipe({', '.join([prompt, *_own_numbers(record)])})" if record.has_text else "pipe()"
     ours = (
         f"from unet_attn import TextToImagePipeline\n\npipe = TextToImagePipeline.from_pretrained({name})\n"
         f"image = {call}.images[0]"
@@ -112,6 +114,20 @@ def _usage(record: RunRecord) -> str:
         f"of the folder:\n\n```python\n{ours}\n```\n\nWith diffusers alone, by the code that the folder carries:\n\n"
         f"```python\n{stock}\n```"
     )
+
+
+def _own_numbers(record: RunRecord) -> list[str]:
+    """What a call takes that names no numbers, as it would name them; an older release saved none with the pipeline."""
+    path = record.folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        saved = {name: index[key] for name, key in _NUMBERS.items() if key in index}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no index of a pipeline: {error}") from error
+    for name, value in saved.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{path} has {_NUMBERS[name]} {value!r}, which is no number")
+    return [f"{name}={value}" for name, value in saved.items()]
 
 
 def _training_data(record: RunRecord) -> str:

@@ -130,15 +130,19 @@ class Objective:
         """What the network is given for t: 1000 t for flow, the integer time step otherwise. (B,) to (B,)."""
         return FLOW_TIME_SCALE * t if self.is_flow else t
 
-    def loss(self, prediction: Tensor, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    def loss(
+        self, prediction: Tensor, clean: Tensor, noise: Tensor, t: Tensor, *, target: Tensor | None = None
+    ) -> Tensor:
         """The weighted mean square error of each sample, without the learned weight (`loss_weights.uncertain_loss`).
 
-        prediction, clean, noise: (B, ...); t: (B,). Returns (B,) float32.
+        prediction, clean, noise: (B, ...); t: (B,); target: (B, ...) to aim at, `target(clean, noise, t)` by default.
+        Returns (B,) float32.
         Raises ValueError if the prediction's shape is not the picture's (it would broadcast).
         """
         if prediction.shape != clean.shape:
             raise ValueError(f"the prediction has shape {tuple(prediction.shape)}, the pictures {tuple(clean.shape)}")
-        error = (prediction.float() - self.target(clean, noise, t)).square().flatten(1).mean(dim=1)
+        target = self.target(clean, noise, t) if target is None else target
+        error = (prediction.float() - target).square().flatten(1).mean(dim=1)
         return error * self.weight(t)
 
     def weight(self, t: Tensor) -> Tensor:

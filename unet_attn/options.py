@@ -145,8 +145,12 @@ def fixed_settings(
     objective: Objective,
     *,
     validation_share: float,
+    tuning: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What must not change when a run is resumed, by config key: networks, objective and the stream of samples."""
+    """What must not change when a run is resumed, by config key: networks, objective and the stream of samples.
+
+    tuning: the settings of a run that tunes another, empty for one that begins at random weights.
+    """
     settings = {f"unet.{key}": value for key, value in unet.config.items()}
     settings["text_encoder"] = None if text_encoder is None else type(text_encoder).__name__
     if text_encoder is not None:
@@ -157,6 +161,7 @@ def fixed_settings(
     settings |= {f"train.{key}": getattr(options, key) for key in ("batch_size", "optimizer", "schedule", "seed")}
     # another share would validate on what was trained on
     settings["data.validation_share"] = validation_share
+    settings |= tuning
     # keys of diffusers itself begin with an underscore; through JSON tuples become lists, as a checkpoint has them
     return json.loads(json.dumps({key: value for key, value in settings.items() if "._" not in key}, default=str))
 

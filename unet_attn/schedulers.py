@@ -7,6 +7,8 @@ formulas of the types. A scheduler that would sample or train wrongly is refused
 from math import isfinite
 from typing import Literal
 
+import numpy as np
+import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
@@ -19,6 +21,7 @@ PREDICTION_TYPES = ("flow", "epsilon", "v_prediction", "sample")
 _FLOW_SAMPLERS = (
     "FlowMatchEulerDiscreteScheduler",
     "FlowMatchHeunDiscreteScheduler",
+    "FlowMatchLCMScheduler",
     "DPMSolverMultistepScheduler",
     "DPMSolverSinglestepScheduler",
     "UniPCMultistepScheduler",
@@ -61,7 +64,9 @@ _ZERO_TERMINAL_SNR = (
 )
 # in the multistep schedulers each of these puts noise levels of another kind in the place of the flow's
 _OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
-_FLOW_MATCH = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
+_FLOW_MATCH = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler")
+# takes each predicted picture to the next noise level with new noise, as consistency models are sampled
+_RENOISING = ("FlowMatchLCMScheduler",)
 _TRAINING_SCHEDULERS = {
     "flow": _FLOW_MATCH,
     "discrete": ("DDIMScheduler", "DDPMScheduler"),
@@ -115,6 +120,26 @@ def clean_coefficients(
     return (alpha, -sigma) if prediction_type == "v_prediction" else (0.0, 1.0)
 
 
+def set_timesteps(scheduler: SchedulerMixin, steps: int, device: torch.device | None = None) -> None:
+    """`scheduler.set_timesteps(steps)`; for FlowMatchLCMScheduler with the noise levels 1, (steps - 1) / steps, ...
+
+    It samples consistency models (Song et al. 2023, algorithm 1) by one new beginning per level. Its own levels go
+    down to 0.001, where there is nothing left to do, so that two steps would be one. Its shift acts on either.
+    Raises ValueError if there is no such schedule.
+    """
+    levels = {}
+    if _is_one_of(scheduler, _RENOISING):
+        levels = {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
+    with np.errstate(invalid="ignore"):  # it is told below, in one line
+        scheduler.set_timesteps(steps, device=device, **levels)
+    if bool(scheduler.timesteps.isnan().any()):
+        # one level, which is 1, cannot be stretched to end elsewhere
+        raise ValueError(
+            f"{type(scheduler).__name__} with shift_terminal={scheduler.config.get('shift_terminal')} has no schedule "
+            f"of {steps} step{'s' if steps > 1 else ''}: take more, or set shift_terminal to None"
+        )
+
+
 def check_training_scheduler(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:
     """Refuse what cannot noise at any time: inference schedulers look times up in a list that is made for sampling."""
     name = type(scheduler).__name__
@@ -125,6 +150,8 @@ def check_training_scheduler(scheduler: SchedulerMixin, prediction_type: Predict
             "for sampling, other schedulers are made from its config"
         )
     _check_zero_terminal_snr(scheduler, prediction_type)
+    if prediction_type == "flow":
+        _check_flow_settings(scheduler)  # or training would end in a pipeline that is refused
     _check_solver_settings(scheduler)  # a learned variance among them
 
 
@@ -153,10 +180,6 @@ def check_sampling_scheduler(scheduler: SchedulerMixin, prediction_type: Predict
     if prediction_type == "flow":
         _check_flow_settings(scheduler)
     _check_solver_settings(scheduler)
-    if scheduler.config.get("use_dynamic_shifting", False):
-        raise ValueError(
-            f"{name} with use_dynamic_shifting=True needs a shift per picture size, which is not supported"
-        )
 
 
 def _check_flow_settings(scheduler: SchedulerMixin) -> None:
@@ -168,6 +191,9 @@ def _check_flow_settings(scheduler: SchedulerMixin) -> None:
         raise ValueError(f"{name} with {spacings[0]}=True leaves the flow's own noise levels: set it to False")
     if own and config.get("invert_sigmas", False):
         raise ValueError(f"{name} with invert_sigmas=True goes from pictures to noise: set it to False")
+    # set_scale_factors() changes those at work, and not the config
+    if _is_one_of(scheduler, _RENOISING) and scheduler._scale_factors:
+        raise ValueError(f"{name} with scale_factors changes the pictures' size between its steps: set them to None")
     key = "shift" if own else "flow_shift"
     # set_shift() changes the one at work, and not the config
     has_own = isinstance(getattr(type(scheduler), "shift", None), property)
@@ -183,6 +209,10 @@ def _check_flow_settings(scheduler: SchedulerMixin) -> None:
 def _check_solver_settings(scheduler: SchedulerMixin) -> None:
     """Refuse settings with which diffusers' steps fail, or end elsewhere, whatever the model predicts."""
     name, config = type(scheduler).__name__, scheduler.config
+    if config.get("use_dynamic_shifting", False):
+        raise ValueError(
+            f"{name} with use_dynamic_shifting=True needs a shift per picture size, which is not supported"
+        )
     if str(config.get("variance_type", "")).startswith("learned"):
         raise ValueError(f"{name} with a learned variance is not supported: set variance_type to fixed_small")
     if _is_one_of(scheduler, ("DPMSolverMultistepScheduler",)) and config.algorithm_type == "sde-dpmsolver":

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unet_attn.checkpoint import load_checkpoint, save_checkpoint
 from unet_attn.clock import RunClock
+from unet_attn.consistency import ConsistencyTuning
 from unet_attn.data import CaptionedImages, ReplacedPictures, StreamedImages
 from unet_attn.divergence import SkippedSteps, check_finite
 from unet_attn.ema import ExponentialMovingAverage, trainable
@@ -33,12 +34,7 @@ from unet_attn.optim import (
 from unet_attn.options import TrainOptions, check_unchanged, fixed_settings
 from unet_attn.posthoc import TRACKED, PowerFunctionEMA, drop_snapshots, write_snapshot
 from unet_attn.run_record import LOGS
-from unet_attn.sampler import (
-    MODULE_DROPOUT,
-    batch_noise,
-    derived_seed,
-    stratified_uniform,
-)
+from unet_attn.sampler import MODULE_DROPOUT, batch_noise, derived_seed, stratified_uniform
 from unet_attn.sharding import OnePiece, copy_whole, gathered, whole
 from unet_attn.tracking import RunLog, StopRequest, keep_config, peak_memory
 from unet_attn.watching import Watcher
@@ -51,7 +47,8 @@ NOISE_LEVELS = 8  # equal parts of the times from clean to noise, by which the l
 class Trainer:
     """Trains `model` on `data` and leaves a run folder behind.
 
-    config: the resolved configuration, kept as config.yaml; resume_from: a checkpoint, as `check_start` gives it.
+    config: the resolved configuration, kept as config.yaml; resume_from: a checkpoint, as `check_start` gives it;
+    tuning: what the network is tuned to, in place of the objective's own targets.
     Raises ValueError if the data set is smaller than a batch or the checkpoint is of another model.
     """
 
@@ -65,6 +62,7 @@ class Trainer:
         *,
         config: str,
         resume_from: Path | None = None,
+        tuning: ConsistencyTuning | None = None,
     ) -> None:
         data.check_batch_size(options.batch_size)
         objective.check_model(model.unet, model.uncertainty)
@@ -73,7 +71,9 @@ class Trainer:
         if self.one_piece is None:
             model.to(memory_format=MEMORY_FORMAT)  # fully_shard refuses it
         self.objective, self.data, self.options, self.accelerator = objective, data, options, accelerator
-        self.folder, self.config = Path(options.output_dir), config
+        self.tuning, self.folder, self.config = tuning, Path(options.output_dir), config
+        if tuning is not None:
+            tuning.start.to(accelerator.device, memory_format=MEMORY_FORMAT)
 
         optimizer = build_optimizer(
             trainable(model),
@@ -87,7 +87,7 @@ class Trainer:
         self.ema = ExponentialMovingAverage(model, options.ema_decay)
         self.tracks = PowerFunctionEMA(model, TRACKED if options.ema_snapshot_every else ())
         seen = (model, self.ema) if self.one_piece is None else (self.one_piece.model, self.one_piece)
-        self.watcher = Watcher(*seen, objective, data, options, accelerator)
+        self.watcher = Watcher(*seen, objective, data, options, accelerator, tuning=tuning)
         model.speed_up(compile=options.compile, checkpointing=options.gradient_checkpointing)
 
         self.step = 0
@@ -98,9 +98,9 @@ class Trainer:
         self.replaced_pictures, self.replaced_in_step = ReplacedPictures(), 0
         self.saved_step: int | None = None
         self.data_then: str | None = None  # the data set of the checkpoint
-        self.fixed = fixed_settings(
-            options, model.unet, model.text_encoder, objective, validation_share=data.options.validation_share
-        )
+        share, tuned = data.options.validation_share, {} if tuning is None else tuning.settings()
+        networks = (model.unet, model.text_encoder)
+        self.fixed = fixed_settings(options, *networks, objective, validation_share=share, tuning=tuned)
         if resume_from is not None:
             self._load(resume_from)
         self.progress = self._progress()
@@ -202,13 +202,16 @@ class Trainer:
         seed, device, positions = self.options.seed, self.accelerator.device, [key.position for key in batch["key"]]
         clean = batch["image"].to(device)
         noise = batch_noise(seed, self.step, positions, clean.shape[1:]).to(device)
-        t = self.objective.sample_times(uniform[positions]).to(device)
+        t = (self.tuning or self.objective).sample_times(uniform[positions]).to(device)
         noisy = self.objective.add_noise(clean, noise, t).to(memory_format=MEMORY_FORMAT)
         # dropout inside modules draws from the ambient generator: set it, so that a resumed run draws the same
         torch.manual_seed(derived_seed(seed, MODULE_DROPOUT, self.step, micro, self.accelerator.process_index))
         prediction, log_variance = self.wrapped(noisy, self.objective.model_timestep(t), batch["caption"])
+        target = (
+            None if self.tuning is None else self.tuning.target(self.model, noisy, t, batch["caption"], self.progress)
+        )
         level = t if self.objective.is_flow else t / self.objective.num_train_timesteps
-        return self.objective.loss(prediction, clean, noise, t), level, log_variance
+        return self.objective.loss(prediction, clean, noise, t, target=target), level, log_variance
 
     def _agree(self, losses: Tensor, levels: Tensor) -> tuple[float, list[float]]:
         """Share the losses, the main process' progress and any signal between the processes.
@@ -217,7 +220,7 @@ class Trainer:
         """
         accelerator = self.accelerator
         progress = self._progress() if accelerator.is_main_process else 0.0
-        losses, part = losses.double().cpu(), (levels * NOISE_LEVELS).long().cpu()
+        losses, part = losses.double().cpu(), (levels * NOISE_LEVELS).long().clamp(max=NOISE_LEVELS - 1).cpu()
         sums = torch.zeros(NOISE_LEVELS, dtype=torch.float64).index_add_(0, part, losses)
         counts = torch.bincount(part, minlength=NOISE_LEVELS)
         told = [float(losses.mean()) / accelerator.num_processes, progress]

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from unet_attn.checkpoint import replace_files
 from unet_attn.conditioning import TIMES, conditioning_gap
+from unet_attn.consistency import ConsistencyTuning
 from unet_attn.data import CaptionedImages, StreamedImages
 from unet_attn.ema import ExponentialMovingAverage
 from unet_attn.model import TextConditionalUNet
@@ -26,8 +27,7 @@ from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.run_record import LOGS, VALIDATION
 from unet_attn.tracking import drop_later_lines
 
-GRID_STEPS = 25
-GRID_GUIDANCE = 3.0
+STEPS, GUIDANCE = 25, 3.0
 GRID_COLUMNS = 4
 MOST_VALIDATED = 128  # pictures: each takes fifteen passes through the network
 
@@ -46,12 +46,17 @@ class Watcher:
         data: CaptionedImages | StreamedImages,
         options: TrainOptions,
         accelerator: Accelerator,
+        *,
+        tuning: ConsistencyTuning | None = None,
     ) -> None:
         has_text = model.text_encoder is not None
         options.check_prompts(has_text=has_text)
         self.model, self.ema, self.objective = model, ema, objective
         self.data, self.options, self.accelerator = data, options, accelerator
         self.folder = Path(options.output_dir)
+        # of the grids, and of the published pipeline by default; what is tuned has learned its guidance
+        steps, self.guidance = (STEPS, GUIDANCE) if tuning is None else (tuning.options.steps, 1.0)
+        self.steps = min(steps, objective.num_train_timesteps)
         # a model without text shows what it has to show
         self.pictures_in_grid = len(options.sample_prompts) if has_text else 2 * GRID_COLUMNS
         self.validated = data.validation_indices(MOST_VALIDATED) if options.validate_every else []
@@ -59,7 +64,7 @@ class Watcher:
     def passes(self, look: str) -> int:
         """How many pictures go forward through the network in a look, "sample" or "validate"."""
         if look == "sample":
-            return 2 * GRID_STEPS * self.pictures_in_grid  # two each for guidance
+            return (1 if self.guidance == 1 else 2) * self.steps * self.pictures_in_grid
         kinds = 1 if self.model.text_encoder is None else 3
         return kinds * len(TIMES) * len(self.validated)
 
@@ -77,8 +82,6 @@ class Watcher:
             images = pipeline(
                 prompts or None,
                 num_images_per_prompt=len(seeds) // max(1, len(prompts)),
-                num_inference_steps=min(GRID_STEPS, self.objective.num_train_timesteps),
-                guidance_scale=GRID_GUIDANCE,
                 generator=[torch.Generator().manual_seed(seed) for seed in seeds],
             ).images
         folder = self.folder / "samples"
@@ -110,9 +113,15 @@ class Watcher:
     @contextmanager
     def _pipeline(self) -> Iterator[TextToImagePipeline]:
         """The pipeline of the averaged weights."""
-        text = {"text_encoder": self.model.text_encoder, "tokenizer": self.model.tokenizer}
         with self.ema.swapped(self.model):
-            yield TextToImagePipeline(self.model.unet, self.objective.sampling_scheduler(), **text)
+            yield TextToImagePipeline(
+                self.model.unet,
+                self.objective.sampling_scheduler(),
+                text_encoder=self.model.text_encoder,
+                tokenizer=self.model.tokenizer,
+                default_steps=self.steps,
+                default_guidance_scale=self.guidance,
+            )
 
 
 def _plain(value: Any) -> Any:

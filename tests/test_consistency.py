@@ -1,0 +1,258 @@
+"""Consistency tuning: what is asked of the network, and a whole tuned run by scripts/train.py."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from diffusers import DDIMScheduler, FlowMatchLCMScheduler
+from PIL import Image
+from pipeline_parts import CAPTIONS, stub_pipeline, tiny_pipeline, tiny_unet
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unet_attn.consistency import ConsistencyOptions, ConsistencyTuning
+from unet_attn.model import TextConditionalUNet
+from unet_attn.objective import Objective
+from unet_attn.pipelines.text_to_image import TextToImagePipeline
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def flow() -> Objective:
+    return Objective(FlowMatchLCMScheduler())
+
+
+def tuning_of(start: TextToImagePipeline, **options: object) -> ConsistencyTuning:
+    return ConsistencyTuning(ConsistencyOptions(start="runs/start", **options), start, flow())
+
+
+def model_of(pipeline: TextToImagePipeline) -> TextConditionalUNet:
+    return TextConditionalUNet(pipeline.unet, pipeline.text_encoder, pipeline.tokenizer)
+
+
+def towards(picture: Tensor):
+    """The answer of a network that knows a picture: the velocity from it to x_t."""
+    return lambda sample, timestep, context: (sample - picture) * 1000 / timestep.reshape(-1, 1, 1, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"halvings": 0}, r"consistency.halvings must lie in 1..16, got 0"),
+        ({"steps": 17}, r"consistency.steps must lie in 1..16, got 17"),
+        ({"guidance_scale": float("nan")}, r"consistency.guidance_scale must be a finite number, got nan"),
+    ],
+)
+def test_wrong_options_are_named(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ConsistencyOptions(start="runs/start", **wrong)
+
+
+def test_only_a_flow_is_tuned() -> None:
+    options = ConsistencyOptions(start="runs/start")
+    with pytest.raises(ValueError, match="prediction_type flow"):
+        ConsistencyTuning(options, stub_pipeline(), Objective(DDIMScheduler(), prediction_type="epsilon"))
+    with pytest.raises(ValueError, match="runs/start is no flow but a v_prediction model"):
+        ConsistencyTuning(options, stub_pipeline("v_prediction"), flow())
+    with pytest.raises(ValueError, match="uncertainty"):
+        ConsistencyTuning(options, stub_pipeline(), Objective(FlowMatchLCMScheduler(), loss_weighting="uncertainty"))
+
+
+# -------------------------------------------------------------------------------------------------- times and nearness
+
+
+def test_a_tenth_of_the_times_is_pure_noise_and_the_rest_the_objectives() -> None:
+    tuning = tuning_of(stub_pipeline())
+    uniform = (torch.arange(100) + 0.5) / 100
+    times = tuning.sample_times(uniform)
+    assert (times == 1).sum() == 10
+    assert times[:90].diff().min() > 0
+    torch.testing.assert_close(times[:90], flow().sample_times(uniform[:90] / 0.9))
+
+
+def test_the_two_points_come_nearer_by_halves_at_equal_parts_of_the_run() -> None:
+    tuning = tuning_of(stub_pipeline(), halvings=4)
+    assert [tuning.nearness(progress) for progress in (0.0, 0.24, 0.25, 0.5, 0.75, 1.0)] == [
+        1 / 2, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16,
+    ]  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- target
+
+
+def test_networks_that_know_the_picture_are_asked_for_what_they_say() -> None:
+    picture = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+    start, live = stub_pipeline(), stub_pipeline()
+    start.unet.answer = live.unet.answer = towards(picture)
+    noisy, t = torch.randn(3, 3, 12, 12), torch.tensor([0.2, 0.7, 1.0])
+    target = tuning_of(start).target(model_of(live), noisy, t, [""] * 3, progress=0.3)
+    torch.testing.assert_close(target, (noisy - picture) / t.reshape(3, 1, 1, 1))
+
+
+def test_the_way_is_the_starts_with_guidance_and_its_end_the_live_networks() -> None:
+    start, live = tiny_pipeline(seed=0), tiny_pipeline(seed=1)
+    noisy, t, scale = torch.randn(3, 3, 12, 12), torch.tensor([0.3, 0.6, 1.0]), 2.5
+    got = tuning_of(start, guidance_scale=scale, halvings=2).target(model_of(live), noisy, t, CAPTIONS, progress=0.9)
+
+    with torch.no_grad():
+        frozen, network = model_of(start), model_of(live)
+        time, per_picture = 1000 * t, t.reshape(3, 1, 1, 1)
+        other = frozen(noisy, time, [""] * 3)[0]
+        guided = other + scale * (frozen(noisy, time, CAPTIONS)[0] - other)
+        nearer = noisy - per_picture / 4 * guided
+        picture = nearer - 0.75 * per_picture * network(nearer, 0.75 * time, CAPTIONS)[0]
+    torch.testing.assert_close(got, (noisy - picture.clamp(-1.2, 1.2)) / per_picture, rtol=1e-4, atol=1e-4)
+    assert not got.requires_grad
+
+
+def test_without_guidance_the_start_is_asked_once() -> None:
+    start, live = stub_pipeline(), stub_pipeline()
+    tuning_of(start, guidance_scale=1.0).target(
+        model_of(live), torch.randn(2, 3, 12, 12), torch.tensor([0.5, 1.0]), ["", ""], progress=0.0
+    )
+    assert [len(sample) for sample, _, _ in start.unet.calls] == [2]
+
+
+# --------------------------------------------------------------------------------------------------------------- start
+
+
+def test_the_model_begins_with_the_weights_of_the_start_which_is_frozen() -> None:
+    start, other = tiny_pipeline(seed=0), tiny_pipeline(seed=1)
+    tuning, model = tuning_of(start), model_of(other)
+    tuning.begin_with(model)
+    frozen = tuning.start.state_dict()
+    assert all(torch.equal(value, frozen[name]) for name, value in model.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in tuning.start.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_start_of_another_shape_is_refused_with_the_setting() -> None:
+    with pytest.raises(ValueError, match=r"runs/start has unet.in_channels 3, not 1"):
+        tuning_of(tiny_pipeline()).begin_with(TextConditionalUNet(tiny_unet(channels=1)))
+
+
+def test_settings_tell_the_start_by_its_weights() -> None:
+    one, again, other = (tuning_of(tiny_pipeline(seed=seed)).settings() for seed in (0, 0, 1))
+    assert one == again
+    assert [key for key in one if one[key] != other[key]] == ["consistency.start"]
+    assert {key: one[key] for key in one if key != "consistency.start"} == {
+        "consistency.guidance_scale": 3.0,
+        "consistency.halvings": 5,
+        "consistency.steps": 4,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+
+
+def train(arguments: list[str]) -> int:
+    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.main(arguments)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A configuration, and the run that it made in three steps."""
+    folder = tmp_path_factory.mktemp("start")
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(11):
+        Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text(f"{'red' if number % 2 else 'blue'} thing {number}")
+    values = {
+        "data": {"path": str(pictures), "resolution": 8},
+        "text_encoder": {
+            "class_path": "unet_attn.text_encoder.TextEncoder",
+            "init_args": {"dim": 12, "depth": 1, "heads": 2},
+        },
+        "unet": {"in_channels": 1, "block_channels": [8, 16], "attention_levels": [1], "dim_head": 8},
+        "tokenizer": {"vocab_size": 300, "max_length": 16},
+        "scheduler": {"class_path": "diffusers.FlowMatchEulerDiscreteScheduler", "init_args": {}},
+        "train": {
+            "output_dir": str(folder / "run"), "batch_size": 4, "max_steps": 3, "learning_rate": 0.01,
+            "checkpoint_every": 2, "sample_every": None, "validate_every": None, "trackers": [],
+        },
+    }  # fmt: skip
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    assert train(["--config", str(config)]) == 0
+    return config, folder / "run"
+
+
+def tuned(start: tuple[Path, Path], out: Path, *more: str, steps: int = 4) -> int:
+    config, run = start
+    lcm = '{"class_path": "diffusers.FlowMatchLCMScheduler", "init_args": {}}'
+    return train([
+        "--config", str(config), "--scheduler", lcm, "--consistency.start", str(run), "--consistency.steps", "2",
+        "--train.output_dir", str(out), "--train.max_steps", str(steps), *more,
+    ])  # fmt: skip
+
+
+def test_a_tuned_run_publishes_a_pipeline_of_few_steps(start: tuple[Path, Path], tmp_path: Path) -> None:
+    assert tuned(start, tmp_path / "few") == 0
+    pipeline = TextToImagePipeline.from_pretrained(tmp_path / "few")
+    assert type(pipeline.scheduler).__name__ == "FlowMatchLCMScheduler"
+    assert (pipeline.config.default_steps, pipeline.config.default_guidance_scale) == (2, 1.0)
+    pipeline.set_progress_bar_config(disable=True)
+    calls = []
+    pipeline.unet.register_forward_hook(lambda module, given, answer: calls.append(len(given[0])))
+    pipeline("red thing", generator=torch.Generator().manual_seed(0))
+    assert calls == [1, 1]
+
+    lines = [json.loads(line) for line in (tmp_path / "few" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert yaml.safe_load((tmp_path / "few" / "config.yaml").read_text())["consistency"]["steps"] == 2
+
+
+def test_the_first_step_sets_out_from_the_starts_averaged_weights(start: tuple[Path, Path], tmp_path: Path) -> None:
+    assert tuned(start, tmp_path / "few", "--train.learning_rate", "1e-12", "--train.muon_learning_rate", "1e-12") == 0
+    for part in ("unet", "text_encoder"):
+        name = "diffusion_pytorch_model.safetensors" if part == "unet" else "model.safetensors"
+        files = [next((run / part).glob("*.safetensors")) for run in (start[1], tmp_path / "few")]
+        before, after = map(load_file, files)
+        assert sorted(before) == sorted(after), name
+        for key in before:
+            torch.testing.assert_close(after[key], before[key], rtol=0, atol=1e-9)
+
+
+def test_a_resumed_tuning_is_the_straight_one_to_the_bit(start: tuple[Path, Path], tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    assert tuned(start, straight) == 0
+    assert tuned(start, broken) == 0
+    shutil.rmtree(broken / "checkpoints" / "step-000004")
+    assert tuned(start, broken, "--train.resume", "latest") == 0
+    for file in ("model", "ema", "optimizer"):
+        ours, theirs = (
+            load_file(run / "checkpoints" / "step-000004" / f"{file}.safetensors") for run in (broken, straight)
+        )
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_another_start_is_refused_at_a_resume(
+    start: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few"
+    assert tuned(start, few, steps=2) == 0
+    assert tuned((start[0], few), few, "--train.resume", "latest") == 2
+    assert "was trained with consistency.start" in capsys.readouterr().err
+
+
+def test_a_start_that_is_no_pipeline_is_one_line(
+    start: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tuned((start[0], tmp_path), tmp_path / "few") == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: consistency.start {tmp_path} cannot be used: ")
+    assert message.count("\n") == 1
+    assert not (tmp_path / "few").exists()
