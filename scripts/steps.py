@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--guidance_scale", type=float, nargs="+", help="default: the pipeline's own")
     parser.add_argument("--interval", type=float, nargs=2, default=(0.0, math.inf), metavar=("LOW", "HIGH"),
                         help="noise levels between which there is guidance (all)")  # fmt: skip
+    parser.add_argument("--guide", type=Path, metavar="RUN", help="a weaker run, whose U-Net guides instead of no text")
     parser.add_argument("--num_pictures", type=int, default=512, help="pictures of each row (default 512)")
     parser.add_argument("--batch_size", type=int, default=64, help="pictures at a time (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="picture n starts from seed + n (default 0)")
@@ -57,7 +58,11 @@ def main() -> int:
 def table_rows(options: argparse.Namespace) -> Iterator[list[str]]:
     """The rows of the table, head first, each when it is measured."""
     device = chosen_device(options.device)
-    pipeline = TextToImagePipeline.from_pretrained(options.run).to(device)
+    pipeline = TextToImagePipeline.from_pretrained(options.run)
+    if options.guide is not None:
+        weaker = TextToImagePipeline.from_pretrained(options.guide).unet
+        pipeline = TextToImagePipeline.from_pipe(pipeline, guide_unet=weaker)
+    pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
     guidance = Guidance(interval=tuple(options.interval))
     own = pipeline.scheduler

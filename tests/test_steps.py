@@ -77,3 +77,22 @@ def test_a_scheduler_that_would_sample_wrongly_is_refused_in_one_line(
     assert table(monkeypatch, tmp_path / "run", "--data.path", tmp_path, "--scheduler", "DDIMScheduler") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --scheduler DDIMScheduler cannot sample a flow model") and error.count("\n") == 1
+
+
+def test_another_run_guides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = noise_folder(tmp_path / "data")
+    for seed in (0, 1):
+        tiny_pipeline(seed=seed).save_pretrained(tmp_path / f"run{seed}")
+    options = (tmp_path / "run0", "--data.path", data, "--num_pictures", "67", "--steps", "2")
+
+    rows = []
+    for guide in ((), ("--guide", tmp_path / "run1"), ("--guide", tmp_path / "run0")):
+        assert table(monkeypatch, *options, "--guidance_scale", "3", *guide) == 0
+        rows.append(capsys.readouterr().out.splitlines()[-1].split("|")[4:6])
+    assert table(monkeypatch, *options, "--guidance_scale", "1") == 0
+    unguided = capsys.readouterr().out.splitlines()[-1].split("|")[4:6]
+    assert len({tuple(row) for row in rows}) == 3
+    assert rows[2] == unguided  # a network that leads away from itself leads nowhere
+    assert rows[0] != unguided

@@ -8,7 +8,8 @@ goes. The path from x_t to x_r is that of the network at the start, guidance inc
 (Luo et al. 2023, https://arxiv.org/abs/2310.04378, section 4.2): what guidance does is learned, and costs nothing in
 sampling.
 
-What is asked of the network stays a velocity, (x_t - f(x_r, r)) / t, so that objective, network and pipeline are those
+The network at x_r has the averaged weights: with those of the last step the pictures were noisier (docs/sampling.md).
+What is asked of it stays a velocity, (x_t - f(x_r, r)) / t, so that objective, network and pipeline are those
 of any flow. Letters: B batch.
 """
 
@@ -37,13 +38,14 @@ class ConsistencyOptions:
     Args:
         start: the run, or the saved pipeline, that is tuned.
         guidance_scale: how much guidance is learned; sampling then needs none.
-        halvings: t - r is t / 2 at first and t / 2^halvings at the end: fewer are rougher, more need a longer run.
+        halvings: t - r is all of t at first, where the guidance alone is learned, and t / 2^halvings at the end. Fewer
+            are rougher, more want a longer run.
         steps: what the saved pipeline samples with unless it is told otherwise.
     """
 
     start: str
     guidance_scale: float = 3.0
-    halvings: int = 5
+    halvings: int = 2
     steps: int = 4
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ class ConsistencyTuning:
     def target(
         self, model: TextConditionalUNet, noisy: Tensor, t: Tensor, captions: list[str], progress: float
     ) -> Tensor:
-        """The velocity at x_t whose picture is the one that `model` sees at x_r, (B, C, H, W).
+        """The velocity at x_t whose picture is what `model`, with averaged weights, sees at x_r, (B, C, H, W).
 
         noisy: x_t (B, C, H, W); t: (B,) in (0, 1]; progress: the part of the run that lies behind, in [0, 1].
         """
@@ -113,7 +115,8 @@ class ConsistencyTuning:
 
     def nearness(self, progress: float) -> float:
         """(t - r) / t, which is halved at equal parts of the run."""
-        return 0.5 ** (1 + min(int(progress * self.options.halvings), self.options.halvings - 1))
+        halvings = self.options.halvings
+        return 0.5 ** min(int(progress * (halvings + 1)), halvings)
 
     def _guided_velocity(self, noisy: Tensor, t: Tensor, captions: list[str]) -> Tensor:
         """The start's answer with guidance, as its pipeline would give it (Ho & Salimans 2022, eq. 6)."""

@@ -204,12 +204,13 @@ class Trainer:
         noise = batch_noise(seed, self.step, positions, clean.shape[1:]).to(device)
         t = (self.tuning or self.objective).sample_times(uniform[positions]).to(device)
         noisy = self.objective.add_noise(clean, noise, t).to(memory_format=MEMORY_FORMAT)
+        target = None
+        if self.tuning is not None:
+            with self.ema.swapped(self.model):
+                target = self.tuning.target(self.model, noisy, t, batch["caption"], self.progress)
         # dropout inside modules draws from the ambient generator: set it, so that a resumed run draws the same
         torch.manual_seed(derived_seed(seed, MODULE_DROPOUT, self.step, micro, self.accelerator.process_index))
         prediction, log_variance = self.wrapped(noisy, self.objective.model_timestep(t), batch["caption"])
-        target = (
-            None if self.tuning is None else self.tuning.target(self.model, noisy, t, batch["caption"], self.progress)
-        )
         level = t if self.objective.is_flow else t / self.objective.num_train_timesteps
         return self.objective.loss(prediction, clean, noise, t, target=target), level, log_variance
 
