@@ -14,6 +14,7 @@ from unet_attn.pipelines.portable import check_portable, write_code_files
 from unet_attn.schedulers import check_sampling_scheduler, declare_prediction_type, scheduler_prediction_type
 
 FORMAT_VERSION = 1
+DEFAULT_STEPS, DEFAULT_GUIDANCE_SCALE = 25, 3.0
 DEFAULTS = ("default_steps", "default_guidance_scale")  # in the configuration; a folder may lack them
 PARTS = ("unet", "scheduler", "text_encoder", "tokenizer", "guide_unet")
 
@@ -55,8 +56,8 @@ class PipelineOfParts(DiffusionPipeline):
         guide_unet: ModelMixin | None = None,
         prediction_type: str | None = None,
         format_version: int = FORMAT_VERSION,
-        default_steps: int = 25,
-        default_guidance_scale: float = 3.0,
+        default_steps: int = DEFAULT_STEPS,
+        default_guidance_scale: float = DEFAULT_GUIDANCE_SCALE,
     ) -> None:
         super().__init__()
         check_format_version(format_version, FORMAT_VERSION, "this pipeline")

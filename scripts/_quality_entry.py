@@ -174,7 +174,8 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
     options = TrainOptions(**config.train.as_dict())
     built = build(config, options, None)
     accelerator = make_accelerator(options.output_dir)
-    trainer = WatchedTrainer(built.model, built.objective, built.data, options, accelerator, config="")
+    parts = (built.model, built.objective, built.data)
+    trainer = WatchedTrainer(*parts, options, accelerator, config="", tuning=built.tuning)
     takes = Takes(task, folder, asked_of(task, built.data, Classes(built.data)), OUR_SAMPLERS)
     trainer.takes = takes
     if not trainer.run():

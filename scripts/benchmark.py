@@ -55,8 +55,8 @@ def main() -> int:
     sample.add_argument("pipeline", type=Path, nargs="?", metavar="RUN", help="default: --config with random weights")
     sample.add_argument("--config", type=Path, default=QUICKSTART)
     sample.add_argument("--batch_size", type=int, default=16)
-    sample.add_argument("--steps", type=int, default=25, help="sampling steps (default 25)")
-    sample.add_argument("--guidance_scale", type=float, default=3.0)
+    sample.add_argument("--steps", type=int, help="sampling steps (default: the pipeline's own)")
+    sample.add_argument("--guidance_scale", type=float, help="(default: the pipeline's own)")
     sample.add_argument("--repeats", type=int, default=5)
     sample.set_defaults(run=benchmark_sample)
 
@@ -124,7 +124,8 @@ def trainer_for(arguments: list[str]) -> "Trainer":
     config = make_parser().parse_args(arguments)
     options = TrainOptions(**config.train.as_dict())
     built = build(config, options, None)
-    return Trainer(built.model, built.objective, built.data, options, make_accelerator(options.output_dir), config="")
+    accelerator = make_accelerator(options.output_dir)
+    return Trainer(built.model, built.objective, built.data, options, accelerator, config="", tuning=built.tuning)
 
 
 def benchmark_train(options: argparse.Namespace) -> None:
@@ -175,18 +176,21 @@ def random_pipeline(options: argparse.Namespace) -> "TextToImagePipeline":
 
 
 def benchmark_sample(options: argparse.Namespace) -> None:
+    from sample import chosen_guidance, chosen_steps
+
     from unet_attn.pipelines.text_to_image import TextToImagePipeline
 
     pipeline = TextToImagePipeline.from_pretrained(options.pipeline) if options.pipeline else random_pipeline(options)
     pipeline.set_progress_bar_config(disable=True)
+    steps, scale = chosen_steps(options.steps, pipeline), chosen_guidance(options.guidance_scale, pipeline)
     prompt = None if pipeline.text_encoder is None else "cloud upload"
 
     def sample(*, return_attention: bool = False) -> None:
         pipeline(
             prompt,
             num_images_per_prompt=options.batch_size,
-            num_inference_steps=options.steps,
-            guidance_scale=options.guidance_scale,
+            num_inference_steps=steps,
+            guidance_scale=scale,
             generator=torch.Generator().manual_seed(0),
             return_attention=return_attention,
         )
@@ -199,7 +203,7 @@ def benchmark_sample(options: argparse.Namespace) -> None:
     times, ratios = [plain for plain, _ in pairs], [maps / plain for plain, maps in pairs]
     print(describe_machine())
     size = pipeline.unet.config.sample_size
-    print(f"{options.steps} steps, guidance {options.guidance_scale}, {options.batch_size} at a time, {size} x {size}")
+    print(f"{steps} steps, guidance {scale:g}, {options.batch_size} at a time, {size} x {size}")
     print(f"  {options.batch_size / statistics.median(times):.1f} pictures/s (median of {options.repeats})")
     if has_maps:
         print(f"  with attention maps {statistics.median(ratios):.2f} of the time")

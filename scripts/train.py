@@ -165,8 +165,14 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         saved = load_state(resume_from)["fixed"]
         share, tuned = data_options.validation_share, {} if tuning is None else tuning.settings()
         now = fixed_settings(options, unet, None, objective, validation_share=share, tuning=tuned)
-        known = [key for key in saved if not key.startswith("text_encoder")]  # its vocabulary is the captions'
-        check_unchanged(resume_from, {key: saved[key] for key in known}, {key: now.get(key) for key in known})
+        known = [
+            key for key in {**saved, **tuned} if not key.startswith("text_encoder")
+        ]  # whose words are the captions'
+        check_unchanged(resume_from, {key: saved.get(key) for key in known}, {key: now.get(key) for key in known})
+    model = None
+    if tuning is not None:
+        model = assembled(config, options, unet, text_encoder, tuning.start.tokenizer, objective)
+        tuning.begin_with(model)
     data = open_data(
         data_options,
         channels=config.unet.in_channels,
@@ -175,18 +181,26 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         multiple_of=unet.downsample_factor,
     )
 
-    tokenizer = None
-    if has_text:
-        started = None if tuning is None else tuning.start.tokenizer
-        tokenizer = started or make_tokenizer(config, data, resume_from, pretrained=pretrained)
-    if has_text and not pretrained:
+    if model is None:
+        tokenizer = make_tokenizer(config, data, resume_from, pretrained=pretrained) if has_text else None
+        model = assembled(config, options, unet, text_encoder, tokenizer, objective)
+    return Built(model, objective, data, tuning)
+
+
+def assembled(
+    config: Namespace,
+    options: TrainOptions,
+    unet: AttnUNet2D,
+    text_encoder: nn.Module | None,
+    tokenizer: PreTrainedTokenizerFast | None,
+    objective: Objective,
+) -> TextConditionalUNet:
+    """What is trained. text_encoder: a pretrained one; otherwise one is made for the tokenizer, where there is one."""
+    if tokenizer is not None and text_encoder is None and config.text_encoder is not None:
         torch.manual_seed(options.seed + 1)
         text_encoder = make(config.text_encoder, vocab_size=len(tokenizer), max_length=config.tokenizer.max_length)
     uncertainty = NoiseUncertainty() if objective.loss_weighting == "uncertainty" else None
-    model = TextConditionalUNet(unet, text_encoder, tokenizer, uncertainty)
-    if tuning is not None:
-        tuning.begin_with(model)
-    return Built(model, objective, data, tuning)
+    return TextConditionalUNet(unet, text_encoder, tokenizer, uncertainty)
 
 
 def make_tuning(section: Namespace | None, objective: Objective) -> ConsistencyTuning | None:

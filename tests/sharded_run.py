@@ -5,12 +5,14 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
 from sharded_model import tiny_model
 
+from unet_attn.consistency import ConsistencyOptions, ConsistencyTuning
 from unet_attn.data import CaptionedImages, DataOptions
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions, check_start
+from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.sharding import is_sharded
 from unet_attn.training import Trainer
 
@@ -30,14 +32,23 @@ def accelerator_for(sharded: bool) -> Accelerator:
     return accelerator
 
 
-def train(pictures: Path, run: Path, sharded: bool, options: dict[str, object]) -> None:
+def train(pictures: Path, run: Path, sharded: bool, options: dict[str, object], *, tuned: bool = False) -> None:
+    """tuned: towards another tiny model, rather than by the pictures."""
     torch.set_num_threads(1)
     given = TrainOptions(output_dir=str(run), **options)
     accelerator = accelerator_for(sharded)
     start = check_start(given, num_processes=accelerator.num_processes)
     data = CaptionedImages(DataOptions(path=str(pictures), resolution=8), channels=1)
-    objective = Objective(FlowMatchEulerDiscreteScheduler())
-    trainer = Trainer(tiny_model(0), objective, data, given, accelerator, config="a: 1\n", resume_from=start)
+    objective, tuning = Objective(FlowMatchEulerDiscreteScheduler()), None
+    if tuned:
+        objective, other = Objective(FlowMatchLCMScheduler()), tiny_model(1)
+        pipeline = TextToImagePipeline(
+            other.unet, objective.sampling_scheduler(), text_encoder=other.text_encoder, tokenizer=other.tokenizer
+        )
+        tuning = ConsistencyTuning(ConsistencyOptions(start="other"), pipeline, objective)
+    trainer = Trainer(
+        tiny_model(0), objective, data, given, accelerator, config="a: 1\n", resume_from=start, tuning=tuning
+    )
     assert is_sharded(trainer.parameters.values()) == sharded
     assert trainer.run()
     if accelerator.num_processes > 1:

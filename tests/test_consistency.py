@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from diffusers import DDIMScheduler, FlowMatchLCMScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
 from PIL import Image
 from pipeline_parts import CAPTIONS, stub_pipeline, tiny_pipeline, tiny_unet
 from safetensors.torch import load_file
 from torch import Tensor
 
 from unet_attn.consistency import ConsistencyOptions, ConsistencyTuning
+from unet_attn.ema import ExponentialMovingAverage
 from unet_attn.model import TextConditionalUNet
 from unet_attn.objective import Objective
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
@@ -33,6 +34,13 @@ def tuning_of(start: TextToImagePipeline, **options: object) -> ConsistencyTunin
 
 def model_of(pipeline: TextToImagePipeline) -> TextConditionalUNet:
     return TextConditionalUNet(pipeline.unet, pipeline.text_encoder, pipeline.tokenizer)
+
+
+def asked_of(
+    tuning: ConsistencyTuning, live: TextToImagePipeline, noisy: Tensor, t: Tensor, captions: list[str], progress: float
+) -> Tensor:
+    model = model_of(live)
+    return tuning.target(model, ExponentialMovingAverage(model, 0.0), noisy, t, captions, progress)
 
 
 def towards(picture: Tensor):
@@ -62,8 +70,14 @@ def test_only_a_flow_is_tuned() -> None:
         ConsistencyTuning(options, stub_pipeline(), Objective(DDIMScheduler(), prediction_type="epsilon"))
     with pytest.raises(ValueError, match="runs/start is no flow but a v_prediction model"):
         ConsistencyTuning(options, stub_pipeline("v_prediction"), flow())
-    with pytest.raises(ValueError, match="uncertainty"):
-        ConsistencyTuning(options, stub_pipeline(), Objective(FlowMatchLCMScheduler(), loss_weighting="uncertainty"))
+    for weighting in ("uncertainty", "min_snr"):
+        with pytest.raises(ValueError, match=f"loss_weighting none, got {weighting}"):
+            ConsistencyTuning(options, stub_pipeline(), Objective(FlowMatchLCMScheduler(), loss_weighting=weighting))
+    with pytest.raises(ValueError, match=r"diffusers.FlowMatchLCMScheduler, .*got FlowMatchEulerDiscreteScheduler"):
+        ConsistencyTuning(options, stub_pipeline(), Objective(FlowMatchEulerDiscreteScheduler()))
+    guided = TextToImagePipeline(**{**tiny_pipeline().components, "guide_unet": tiny_unet(seed=1)})
+    with pytest.raises(ValueError, match="runs/start has a guide_unet"):
+        ConsistencyTuning(options, guided, flow())
 
 
 # -------------------------------------------------------------------------------------------------- times and nearness
@@ -92,14 +106,17 @@ def test_networks_that_know_the_picture_are_asked_for_what_they_say() -> None:
     start, live = stub_pipeline(), stub_pipeline()
     start.unet.answer = live.unet.answer = towards(picture)
     noisy, t = torch.randn(3, 3, 12, 12), torch.tensor([0.2, 0.7, 1.0])
-    target = tuning_of(start).target(model_of(live), noisy, t, [""] * 3, progress=0.9)
-    torch.testing.assert_close(target, (noisy - picture) / t.reshape(3, 1, 1, 1))
+    for progress in (0.0, 0.9):
+        target = asked_of(tuning_of(start), live, noisy, t, [""] * 3, progress)
+        torch.testing.assert_close(target, (noisy - picture) / t.reshape(3, 1, 1, 1))
+    # at first the way leads to the picture itself, and the live network has nothing to say
+    assert len(live.unet.calls) == 1
 
 
 def test_the_way_is_the_starts_with_guidance_and_its_end_the_live_networks() -> None:
     start, live = tiny_pipeline(seed=0), tiny_pipeline(seed=1)
     noisy, t, scale = torch.randn(3, 3, 12, 12), torch.tensor([0.3, 0.6, 1.0]), 2.5
-    got = tuning_of(start, guidance_scale=scale, halvings=2).target(model_of(live), noisy, t, CAPTIONS, progress=0.9)
+    got = asked_of(tuning_of(start, guidance_scale=scale, halvings=2), live, noisy, t, CAPTIONS, progress=0.9)
 
     with torch.no_grad():
         frozen, network = model_of(start), model_of(live)
@@ -114,8 +131,8 @@ def test_the_way_is_the_starts_with_guidance_and_its_end_the_live_networks() -> 
 
 def test_without_guidance_the_start_is_asked_once() -> None:
     start, live = stub_pipeline(), stub_pipeline()
-    tuning_of(start, guidance_scale=1.0).target(
-        model_of(live), torch.randn(2, 3, 12, 12), torch.tensor([0.5, 1.0]), ["", ""], progress=0.0
+    asked_of(
+        tuning_of(start, guidance_scale=1.0), live, torch.randn(2, 3, 12, 12), torch.tensor([0.5, 1.0]), ["", ""], 0.0
     )
     assert [len(sample) for sample, _, _ in start.unet.calls] == [2]
 
@@ -134,15 +151,23 @@ def test_the_model_begins_with_the_weights_of_the_start_which_is_frozen() -> Non
 
 
 def test_a_start_of_another_shape_is_refused_with_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"runs/start has unet.in_channels 3, not 1"):
-        tuning_of(tiny_pipeline()).begin_with(TextConditionalUNet(tiny_unet(channels=1)))
+    tuning = tuning_of(tiny_pipeline())
+    with pytest.raises(ValueError, match=r"runs/start has text_encoder TextEncoder, not None: set it to that"):
+        tuning.begin_with(TextConditionalUNet(tiny_unet()))
+    with pytest.raises(ValueError, match=r"runs/start has unet.in_channels 3, not 1: set it to that"):
+        tuning.begin_with(model_of(tiny_pipeline(channels=1)))
+    larger = tiny_pipeline()
+    larger.unet.register_to_config(sample_size=16)
+    with pytest.raises(ValueError, match=r"runs/start has data.resolution 12, not 16: set it to that"):
+        tuning.begin_with(model_of(larger))
 
 
 def test_settings_tell_the_start_by_its_weights() -> None:
     one, again, other = (tuning_of(tiny_pipeline(seed=seed)).settings() for seed in (0, 0, 1))
     assert one == again
-    assert [key for key in one if one[key] != other[key]] == ["consistency.start"]
-    assert {key: one[key] for key in one if key != "consistency.start"} == {
+    weights = "consistency.start with the weights"
+    assert [key for key in one if one[key] != other[key]] == [weights]
+    assert {key: one[key] for key in one if key != weights} == {
         "consistency.guidance_scale": 3.0,
         "consistency.halvings": 2,
         "consistency.steps": 4,
@@ -217,10 +242,9 @@ def test_a_tuned_run_publishes_a_pipeline_of_few_steps(start: tuple[Path, Path],
 def test_the_first_step_sets_out_from_the_starts_averaged_weights(start: tuple[Path, Path], tmp_path: Path) -> None:
     assert tuned(start, tmp_path / "few", "--train.learning_rate", "1e-12", "--train.muon_learning_rate", "1e-12") == 0
     for part in ("unet", "text_encoder"):
-        name = "diffusion_pytorch_model.safetensors" if part == "unet" else "model.safetensors"
         files = [next((run / part).glob("*.safetensors")) for run in (start[1], tmp_path / "few")]
         before, after = map(load_file, files)
-        assert sorted(before) == sorted(after), name
+        assert sorted(before) == sorted(after)
         for key in before:
             torch.testing.assert_close(after[key], before[key], rtol=0, atol=1e-9)
 
@@ -244,7 +268,53 @@ def test_another_start_is_refused_at_a_resume(
     few = tmp_path / "few"
     assert tuned(start, few, steps=2) == 0
     assert tuned((start[0], few), few, "--train.resume", "latest") == 2
-    assert "was trained with consistency.start" in capsys.readouterr().err
+    assert "was trained with consistency.start with the weights" in capsys.readouterr().err
+
+
+def test_an_ordinary_checkpoint_does_not_become_a_tuned_one(
+    start: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tuned(start, start[1], "--train.resume", "latest") == 2
+    assert "was trained with consistency." in capsys.readouterr().err
+
+
+def test_the_loss_is_against_what_the_averaged_weights_see(
+    start: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Tensor, Tensor]] = []  # what was aimed at, and a weight of the network that said so
+    aimed: list[Tensor] = []
+    live: list[Tensor] = []
+    target, loss = ConsistencyTuning.target, Objective.loss
+    forward = TextConditionalUNet.forward
+
+    def watched_forward(self, sample: Tensor, timestep: Tensor, captions: list[str]):
+        (live if torch.is_grad_enabled() else looked).append(self.unet.conv_out.weight.detach().clone())
+        return forward(self, sample, timestep, captions)
+
+    looked: list[Tensor] = []
+
+    def watched_target(self, model, averages, *others):
+        looked.clear()
+        answer = target(self, model, averages, *others)
+        before = {name: value.clone() for name, value in averages.averages.items()}
+        if len(looked) == 2:  # the start, and the network itself
+            assert torch.equal(looked[1], before["unet.conv_out.weight"])
+        seen.append((answer, before["unet.conv_out.weight"]))
+        return answer
+
+    def watched_loss(self, prediction, clean, noise, t, *, target=None):
+        aimed.append(target)
+        return loss(self, prediction, clean, noise, t, target=target)
+
+    monkeypatch.setattr(ConsistencyTuning, "target", watched_target)
+    monkeypatch.setattr(Objective, "loss", watched_loss)
+    monkeypatch.setattr(TextConditionalUNet, "forward", watched_forward)
+    more = ("--train.ema_decay", "0.9", "--train.cooldown_fraction", "0", "--consistency.halvings", "1")
+    assert tuned(start, tmp_path / "few", *more) == 0
+    assert [at is said for at, (said, _) in zip(aimed, seen, strict=True)] == [True] * 4
+    # the averages lag behind what learns
+    assert not torch.equal(live[-1], seen[-1][1])
+    assert len(looked) == 2
 
 
 def test_a_start_that_is_no_pipeline_is_one_line(

@@ -1,6 +1,7 @@
 """The model card: what it says, that a person's own is left alone, and that loading does not mind it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def parts(card: str) -> tuple[dict, str]:
 def change(run: Path, section: str, values: dict[str, object]) -> None:
     path = run / "config.yaml"
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    config[section] = {**(config[section] or {}), **values}
+    config[section] = {**(config.get(section) or {}), **values}
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
@@ -162,3 +163,16 @@ def test_stock_diffusers_loads_from_a_folder_with_a_card(run: Path, tmp_path: Pa
     done = run_alone("print(picture(load(sys.argv[1])).shape)", tmp_path / "cache", run)
 
     assert "(2, 12, 12, 3)" in done.stdout
+
+
+def test_a_tuned_model_names_what_it_was_tuned_from_and_not_where_that_lay(run: Path, tmp_path: Path) -> None:
+    tuned = shutil.copytree(run, tmp_path / "few")
+    change(tuned, "consistency", {"start": "/home/someone/runs/my_icons", "steps": 4})
+    front, body = parts(model_card(tuned))
+
+    assert "trained-from-scratch" not in front["tags"]
+    assert "trained from scratch" not in body
+    assert "A diffusion model tuned from my\\_icons to draw in few steps, with unet-attn" in body
+    assert "| tuned from | my_icons |" in body.replace("\\_", "_")
+    assert "--consistency.start START" in body and "in START:" in body
+    assert "/home/someone" not in body

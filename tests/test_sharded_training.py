@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -86,3 +87,17 @@ def test_a_sharded_run_leaves_the_files_of_any_run(runs: Path) -> None:
     averages = load_file(runs / "two" / "checkpoints" / "step-000004" / "ema.safetensors")
     for name, value in pipeline.unet.state_dict().items():
         assert torch.equal(value, averages[f"unet.{name}"])
+
+
+@pytest.mark.slow
+def test_a_sharded_tuning_to_few_steps_is_that_of_one_process(pictures: Path, tmp_path: Path) -> None:
+    # averages that lag far behind show whether the pass that learns sees their weights
+    options = OPTIONS | {"optimizer": "muon", "ema_decay": 0.9, "validate_every": None}
+    for name, sharded in (("one", False), ("two", True)):
+        processes.run_group(
+            partial(train, tuned=True), pictures, tmp_path / name, sharded, options, size=2 if sharded else 1
+        )
+    one, two = saved(tmp_path / "one"), saved(tmp_path / "two")
+    assert two.keys() == one.keys()
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")

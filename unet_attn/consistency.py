@@ -22,13 +22,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unet_attn.ema import ExponentialMovingAverage
 from unet_attn.model import TextConditionalUNet
 from unet_attn.objective import Objective
-from unet_attn.pipelines.inputs import check_guidance_scale
+from unet_attn.pipelines.inputs import check_guidance_scale, evaluation_mode
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.sharding import reshard
 
 PURE_NOISE = 0.1  # the share of the samples at t = 1, where sampling begins and logit-normal times never come
 BEYOND_WHITE = 1.2  # a picture's values lie within 1 of 0; further out is an error that would be learned on
+SCHEDULER = "FlowMatchLCMScheduler"
+# what follows from another setting, by the name that the user gave it under
+GIVEN_AS = {
+    "unet.sample_size": "data.resolution",
+    "unet.context_dim": "text_encoder.dim",
+    "unet.out_channels": "unet.in_channels",
+    "unet.x_prediction": "objective.x_prediction",
+    "text_encoder.max_length": "tokenizer.max_length",
+}
+FOREIGN = ("path", "model_config")  # of a pretrained text model: its place, and what each release of its library writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +49,7 @@ class ConsistencyOptions:
 
     Args:
         start: the run, or the saved pipeline, that is tuned.
-        guidance_scale: how much guidance is learned; sampling then needs none.
+        guidance_scale: how much guidance is learned, so that sampling needs none; a model without text has none.
         halvings: t - r is all of t at first, where the guidance alone is learned, and t / 2^halvings at the end. Fewer
             are rougher, more want a longer run.
         steps: what the saved pipeline samples with unless it is told otherwise.
@@ -61,14 +73,26 @@ class ConsistencyOptions:
 class ConsistencyTuning:
     """Times and targets for a network that is tuned from `start`, a flow pipeline, which is frozen and kept.
 
-    Raises ValueError for another objective than a flow, and for a start that is none.
+    Raises ValueError for an objective that does not go with it, and for a start that is no flow or has a guide_unet.
     """
 
     def __init__(self, options: ConsistencyOptions, start: TextToImagePipeline, objective: Objective) -> None:
-        if not objective.is_flow or objective.loss_weighting == "uncertainty":
-            raise ValueError("consistency needs objective.prediction_type flow, and no loss_weighting uncertainty")
+        if not objective.is_flow:
+            raise ValueError(f"consistency needs objective.prediction_type flow, got {objective.prediction_type}")
+        if objective.loss_weighting != "none":
+            raise ValueError(
+                f"consistency needs objective.loss_weighting none, got {objective.loss_weighting}: "
+                "a weight by noise level leaves out pure noise, where sampling begins"
+            )
+        if type(objective.scheduler).__name__ != SCHEDULER:
+            raise ValueError(
+                f"consistency needs scheduler.class_path diffusers.{SCHEDULER}, which samples in few steps, got "
+                f"{type(objective.scheduler).__name__}"
+            )
         if start.config.prediction_type != "flow":
             raise ValueError(f"consistency.start {options.start} is no flow but a {start.config.prediction_type} model")
+        if start.guide_unet is not None:
+            raise ValueError(f"consistency.start {options.start} has a guide_unet: save it with guide_unet=None")
         self.options, self.objective = options, objective
         for network in filter(None, (start.unet, start.text_encoder)):
             network.eval().requires_grad_(False)  # before they are put together: what is frozen encodes a caption once
@@ -76,22 +100,29 @@ class ConsistencyTuning:
 
     def begin_with(self, model: TextConditionalUNet) -> None:
         """Give `model` the weights of the start. Raises ValueError naming the first setting in which they differ."""
-        for part in ("unet", "text_encoder"):
-            theirs, ours = (_settings(getattr(each, part)) for each in (self.start, model))
-            for key in sorted({*theirs, *ours}):
-                if theirs.get(key) != ours.get(key):
-                    was, now = theirs.get(key), ours.get(key)
-                    raise ValueError(f"consistency.start {self.options.start} has {part}.{key} {was}, not {now}")
-        model.load_state_dict(self.start.state_dict())
+        name = f"consistency.start {self.options.start}"
+        theirs, ours = _settings(self.start), _settings(model)
+        for key in sorted({*theirs, *ours}):
+            if theirs.get(key) != ours.get(key):
+                given = GIVEN_AS.get(key, key)
+                raise ValueError(f"{name} has {given} {theirs.get(key)}, not {ours.get(key)}: set it to that")
+        try:
+            model.load_state_dict(self.start.state_dict())
+        except RuntimeError as error:
+            raise ValueError(f"{name} has other weights than this text_encoder: {error}") from error
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run is resumed: the options, and the start by its weights, not by its place."""
         digest = sha256()
         for tensor in self.start.state_dict().values():
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
-        return {
-            f"consistency.{key}": value for key, value in (asdict(self.options) | {"start": digest.hexdigest()}).items()
-        }
+        options = {f"consistency.{key}": value for key, value in asdict(self.options).items() if key != "start"}
+        return options | {"consistency.start with the weights": digest.hexdigest()[:12]}
+
+    def prepare(self, device: torch.device, memory_format: torch.memory_format, *, compile: bool) -> None:
+        """Put the start where the training is."""
+        self.start.to(device, memory_format=memory_format)
+        self.start.speed_up(compile=compile, checkpointing=False)
 
     def sample_times(self, uniform: Tensor) -> Tensor:
         """The objective's times, (B,) in (0, 1], a share of PURE_NOISE of them at 1. uniform: (B,) in [0, 1)."""
@@ -101,17 +132,27 @@ class ConsistencyTuning:
 
     @torch.no_grad()
     def target(
-        self, model: TextConditionalUNet, noisy: Tensor, t: Tensor, captions: list[str], progress: float
+        self,
+        model: TextConditionalUNet,
+        averages: ExponentialMovingAverage,
+        noisy: Tensor,
+        t: Tensor,
+        captions: list[str],
+        progress: float,
     ) -> Tensor:
-        """The velocity at x_t whose picture is what `model`, with averaged weights, sees at x_r, (B, C, H, W).
+        """The velocity at x_t whose picture is what `model`, with its averages, sees at x_r, (B, C, H, W).
 
         noisy: x_t (B, C, H, W); t: (B,) in (0, 1]; progress: the part of the run that lies behind, in [0, 1].
         """
-        r = t * (1.0 - self.nearness(progress))
-        nearer = noisy - _per_picture(t - r) * self._guided_velocity(noisy, t, captions)
-        velocity, _ = model(nearer, self.objective.model_timestep(r), captions)
-        picture = (nearer - _per_picture(r) * velocity.float()).clamp(-BEYOND_WHITE, BEYOND_WHITE)
-        return (noisy - picture) / _per_picture(t)
+        nearness = self.nearness(progress)
+        picture = noisy - nearness * _per_picture(t) * self._guided_velocity(noisy, t, captions)  # x_r, at first r = 0
+        if nearness < 1:
+            r = t * (1.0 - nearness)
+            with averages.swapped(model), evaluation_mode(model):
+                velocity, _ = model(picture, self.objective.model_timestep(r), captions)
+                reshard(model)  # what was gathered for this pass would be kept for the next one
+            picture = picture - _per_picture(r) * velocity.float()
+        return (noisy - picture.clamp(-BEYOND_WHITE, BEYOND_WHITE)) / _per_picture(t)
 
     def nearness(self, progress: float) -> float:
         """(t - r) / t, which is halved at equal parts of the run."""
@@ -132,8 +173,14 @@ def _per_picture(values: Tensor) -> Tensor:
     return values.reshape(-1, 1, 1, 1)
 
 
-def _settings(part: Any) -> Mapping[str, Any]:
-    """The config of a network, None has none; diffusers' own keys begin with an underscore."""
-    config = {} if part is None else part.config
+def _settings(model: TextConditionalUNet) -> Mapping[str, Any]:
+    """What the networks were made with, by part and name; diffusers' own keys begin with an underscore."""
+    settings: dict[str, Any] = {}
+    for part in ("unet", "text_encoder"):
+        network = getattr(model, part)
+        settings[part] = None if network is None else type(network).__name__
+        config = {} if network is None else network.config
+        known = [key for key in config if not key.startswith("_") and key not in FOREIGN]
+        settings |= {f"{part}.{key}": config[key] for key in known}
     # through JSON tuples become lists, as a saved one has them
-    return json.loads(json.dumps({key: value for key, value in config.items() if not key.startswith("_")}, default=str))
+    return json.loads(json.dumps(settings, default=str))

@@ -75,9 +75,9 @@ def _hash(body: str) -> str:
 def _front_matter(record: RunRecord) -> str:
     """What the hub sorts models by. The licence is the publisher's to choose: none is invented here."""
     task = "text-to-image" if record.has_text else "unconditional-image-generation"
-    return (
-        f"library_name: diffusers\npipeline_tag: {task}\ntags:\n- diffusers\n- unet-attn\n- trained-from-scratch\n---\n"
-    )
+    tags = ["diffusers", "unet-attn", *([] if _tuned_from(record) else ["trained-from-scratch"])]
+    listed = "".join(f"- {tag}\n" for tag in tags)
+    return f"library_name: diffusers\npipeline_tag: {task}\ntags:\n{listed}---\n"
 
 
 def _title(record: RunRecord) -> str:
@@ -89,8 +89,10 @@ def _title(record: RunRecord) -> str:
         trained = "taken as it was, frozen" if _has_frozen_text(record) else "trained with it"
         parts.append(f"the text encoder, {trained}, {count:,}")
     weights = f" Parameters: {'; '.join(parts)}." if parts else ""
+    start = _tuned_from(record)
+    made = f"tuned from {_plain(start)} to draw in few steps," if start else "trained from scratch"
     return (
-        f"# {_plain(record.name)}\n\n{wanted} A diffusion model trained from scratch with unet-attn: a U-Net whose "
+        f"# {_plain(record.name)}\n\n{wanted} A diffusion model {made} with unet-attn: a U-Net whose "
         f"low-resolution levels attend to themselves{' and to the words' if record.has_text else ''}.{weights}"
     )
 
@@ -148,6 +150,7 @@ def _training(record: RunRecord) -> str:
         rates = f" {record.setting('train', 'muon_learning_rate')}, AdamW for the rest{rates}"
     optimizer = record.setting("train", "optimizer")
     rows = [
+        ("tuned from", _tuned_from(record)),
         ("prediction", record.setting("objective", "prediction_type")),
         ("times", record.setting("objective", "time_sampling")),
         ("loss weighting", record.setting("objective", "loss_weighting")),
@@ -174,8 +177,10 @@ def _scores(record: RunRecord) -> str | None:
 def _limits(record: RunRecord) -> str:
     side = record.setting("data", "resolution")
     what = "But for its text encoder it was" if _has_frozen_text(record) else "It was"
+    start = _tuned_from(record)
+    of = f"tuned from {_plain(start)} on the pictures above" if start else "trained from scratch on the pictures above"
     lines = [
-        f"{what} trained from scratch on the pictures above and nothing else: what they do not show it cannot draw.",
+        f"{what} {of} and nothing else: what they do not show it cannot draw.",
         f"It was trained at {side} x {side} pixels; other sizes are possible, and worse." if side else None,
     ]
     if record.has_text and not _has_frozen_text(record):
@@ -193,15 +198,24 @@ def _limits(record: RunRecord) -> str:
 def _reproduction(record: RunRecord) -> str:
     arguments = ["accelerate", "launch", "scripts/train.py", "--config", "config.yaml"]
     arguments += ["--data.path", "PICTURES", "--train.output_dir", "runs/again"]
+    if _tuned_from(record):
+        arguments += ["--consistency.start", "START"]
     if record.setting("train", "resume") is not None:
         arguments += ["--train.resume", "null"]
     if record.setting("train", "max_steps") is None and record.steps:
         # the clock of another machine would end it elsewhere
         arguments += ["--train.max_minutes", "null", "--train.max_steps", str(record.steps)]
+    start = ", and the model that it was tuned from in START" if _tuned_from(record) else ""
     return (
         "## How it was made\n\n`config.yaml` in this folder holds every setting. In a clone of unet-attn, with the "
-        f"same pictures in the folder PICTURES:\n\n```sh\n{shlex.join(arguments)}\n```"
+        f"same pictures in the folder PICTURES{start}:\n\n```sh\n{shlex.join(arguments)}\n```"
     )
+
+
+def _tuned_from(record: RunRecord) -> str | None:
+    """The name of the model that was tuned to few steps, without its place; None if there was none."""
+    start = record.setting("consistency", "start")
+    return Path(start).name if isinstance(start, str) else None
 
 
 def _has_frozen_text(record: RunRecord) -> bool:

@@ -160,9 +160,11 @@ def _by_noise(record: RunRecord) -> Section | None:
     if parts:
         across = "noise (0 = clean, 1 = noise)"
         drawing = chart(parts, title="Training loss by noise level", across=across, up="", log=True)
-        told = (
-            "Means over the first, a middle and the last twentieth of the steps. The end should lie lower everywhere."
-        )
+        told = "Means over the first, a middle and the last twentieth of the steps. "
+        if record.setting("consistency", "start") is None:
+            told += "The end should lie lower everywhere."
+        else:
+            told += "What a tuning to few steps aims at changes as it goes, so the end need not lie lower."
         figures.append((drawing, told))
     last, title = _evaluated_loss(record), "Evaluation by noise level"
     if record.validation:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 # The names by which wrappers hold a module: torch.compile, DDP, activation checkpointing, FSDP of the first version.
@@ -75,6 +76,13 @@ def copy_whole(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> 
     """Copy whole tensors into the targets of the same names, sharded or plain. Every target needs its source."""
     for name, target in targets.items():
         target.copy_(sharded_like(sources[name], target))
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up the whole weights that a pass has gathered, so that the next one gathers what the slices hold then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class OnePiece:

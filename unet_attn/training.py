@@ -73,7 +73,7 @@ class Trainer:
         self.objective, self.data, self.options, self.accelerator = objective, data, options, accelerator
         self.tuning, self.folder, self.config = tuning, Path(options.output_dir), config
         if tuning is not None:
-            tuning.start.to(accelerator.device, memory_format=MEMORY_FORMAT)
+            tuning.prepare(accelerator.device, MEMORY_FORMAT, compile=options.compile)
 
         optimizer = build_optimizer(
             trainable(model),
@@ -174,7 +174,7 @@ class Trainer:
     def _accumulate_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Backward through this process' micro-batches.
 
-        Returns its samples' losses (b,), their noise levels (b,) in [0, 1) and their data indices (b,).
+        Returns its samples' losses (b,), their noise levels (b,) in [0, 1] and their data indices (b,).
         """
         uniform = stratified_uniform(self.options.seed, self.step, self.options.batch_size)
         losses, levels, indices = [], [], []
@@ -198,7 +198,7 @@ class Trainer:
         return torch.cat(losses), torch.cat(levels), torch.cat(indices)
 
     def _losses(self, batch: Mapping[str, Any], micro: int, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The loss of each sample of a micro-batch (b,), its noise level (b,) in [0, 1) and its log variance (b,)."""
+        """The loss of each sample of a micro-batch (b,), its noise level (b,) in [0, 1] and its log variance (b,)."""
         seed, device, positions = self.options.seed, self.accelerator.device, [key.position for key in batch["key"]]
         clean = batch["image"].to(device)
         noise = batch_noise(seed, self.step, positions, clean.shape[1:]).to(device)
@@ -206,8 +206,8 @@ class Trainer:
         noisy = self.objective.add_noise(clean, noise, t).to(memory_format=MEMORY_FORMAT)
         target = None
         if self.tuning is not None:
-            with self.ema.swapped(self.model):
-                target = self.tuning.target(self.model, noisy, t, batch["caption"], self.progress)
+            with self.accelerator.autocast():
+                target = self.tuning.target(self.model, self.ema, noisy, t, batch["caption"], self.progress)
         # dropout inside modules draws from the ambient generator: set it, so that a resumed run draws the same
         torch.manual_seed(derived_seed(seed, MODULE_DROPOUT, self.step, micro, self.accelerator.process_index))
         prediction, log_variance = self.wrapped(noisy, self.objective.model_timestep(t), batch["caption"])

@@ -23,11 +23,11 @@ from unet_attn.model import TextConditionalUNet
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions
 from unet_attn.pipelines.grid import picture_grid
+from unet_attn.pipelines.parts import DEFAULT_GUIDANCE_SCALE, DEFAULT_STEPS
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.run_record import LOGS, VALIDATION
 from unet_attn.tracking import drop_later_lines
 
-STEPS, GUIDANCE = 25, 3.0
 GRID_COLUMNS = 4
 MOST_VALIDATED = 128  # pictures: each takes fifteen passes through the network
 
@@ -55,7 +55,9 @@ class Watcher:
         self.data, self.options, self.accelerator = data, options, accelerator
         self.folder = Path(options.output_dir)
         # of the grids, and of the published pipeline by default; what is tuned has learned its guidance
-        steps, self.guidance = (STEPS, GUIDANCE) if tuning is None else (tuning.options.steps, 1.0)
+        steps, self.guidance = DEFAULT_STEPS, DEFAULT_GUIDANCE_SCALE
+        if tuning is not None:
+            steps, self.guidance = tuning.options.steps, 1.0
         self.steps = min(steps, objective.num_train_timesteps)
         # a model without text shows what it has to show
         self.pictures_in_grid = len(options.sample_prompts) if has_text else 2 * GRID_COLUMNS
