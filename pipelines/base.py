@@ -152,8 +152,10 @@ class SamplingPipeline(PipelineOfParts):
         scale = self.config.default_guidance_scale if guidance_scale is None else guidance_scale
         self._guidance_scale = check_guidance_scale(scale)
         step_options = self._step_options(check_number("eta", eta), generator)
-        if negative_prompt is not None and self.guidance_scale == 1:
-            warnings.warn("negative_prompt has no effect at guidance_scale 1", stacklevel=3)
+        if self.guidance_scale == 1:
+            given = {"negative_prompt": negative_prompt, "guide_unet": self.guide_unet}
+            for name in (name for name, value in given.items() if value is not None):
+                warnings.warn(f"{name} has no effect at guidance_scale 1", stacklevel=3)
 
         # a copy, so that nothing a scheduler remembers passes from one call to the next
         scheduler = copy.deepcopy(self.scheduler)

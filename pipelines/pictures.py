@@ -76,6 +76,8 @@ def first_step(scheduler: SchedulerMixin, strength: float, steps: int) -> int:
         raise ValueError(f"{type(scheduler).__name__} does not sample, it inverts: use another scheduler")
     if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 < strength <= 1:
         raise ValueError(f"strength must lie above 0 and at most at 1, got {strength!r}")
+    if steps == 1 and strength < 1:
+        raise ValueError(f"strength {strength} cannot be had in one step, which forgets the image: take more steps")
     done = max(1, round(steps * strength))
     if done == steps:
         return 0

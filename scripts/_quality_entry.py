@@ -30,8 +30,8 @@ from unet_attn.extractors import to_bytes
 from unet_attn.options import TrainOptions
 from unet_attn.training import Trainer
 
-# the channels of the smaller ones; the first is the configuration's own
-OUR_SIZES: dict[str, list[int] | None] = {"ours": None, "ours-m": [32, 64, 128], "ours-s": [24, 48, 96]}
+# the channels of the larger and the smaller one; the first is the configuration's own
+OUR_SIZES: dict[str, list[int] | None] = {"ours": None, "ours-l": [48, 96, 160], "ours-s": [24, 48, 96]}
 OUR_SAMPLERS = {
     "main": Sampler("the run's own", 25, 3.0),
     "fast": Sampler("the run's own", 10, 3.0),

@@ -11,8 +11,8 @@ import torch
 import yaml
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
 from PIL import Image
-from pipeline_parts import CAPTIONS, stub_pipeline, tiny_pipeline, tiny_unet
-from safetensors.torch import load_file
+from pipeline_parts import CAPTIONS, stub_pipeline, tiny_pipeline, tiny_unconditional, tiny_unet
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unet_attn.consistency import ConsistencyOptions, ConsistencyTuning
@@ -75,6 +75,10 @@ def test_only_a_flow_is_tuned() -> None:
             ConsistencyTuning(options, stub_pipeline(), Objective(FlowMatchLCMScheduler(), loss_weighting=weighting))
     with pytest.raises(ValueError, match=r"diffusers.FlowMatchLCMScheduler, .*got FlowMatchEulerDiscreteScheduler"):
         ConsistencyTuning(options, stub_pipeline(), Objective(FlowMatchEulerDiscreteScheduler()))
+    tuned = TextToImagePipeline(**{**tiny_pipeline().components, "scheduler": FlowMatchLCMScheduler()})
+    with pytest.raises(ValueError, match="runs/start was tuned to few steps already"):
+        ConsistencyTuning(options, tuned, flow())
+    ConsistencyTuning(ConsistencyOptions(start="runs/start", guidance_scale=1.0), tuned, flow())
     guided = TextToImagePipeline(**{**tiny_pipeline().components, "guide_unet": tiny_unet(seed=1)})
     with pytest.raises(ValueError, match="runs/start has a guide_unet"):
         ConsistencyTuning(options, guided, flow())
@@ -156,6 +160,8 @@ def test_a_start_of_another_shape_is_refused_with_the_setting() -> None:
         tuning.begin_with(TextConditionalUNet(tiny_unet()))
     with pytest.raises(ValueError, match=r"runs/start has unet.in_channels 3, not 1: set it to that"):
         tuning.begin_with(model_of(tiny_pipeline(channels=1)))
+    with pytest.raises(ValueError, match="runs/start was trained without text: set text_encoder to null"):
+        tuning_of(tiny_unconditional()).begin_with(model_of(tiny_pipeline()))
     larger = tiny_pipeline()
     larger.unet.register_to_config(sample_size=16)
     with pytest.raises(ValueError, match=r"runs/start has data.resolution 12, not 16: set it to that"):
@@ -265,9 +271,11 @@ def test_a_resumed_tuning_is_the_straight_one_to_the_bit(start: tuple[Path, Path
 def test_another_start_is_refused_at_a_resume(
     start: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = tmp_path / "few"
+    few, other = tmp_path / "few", shutil.copytree(start[1], tmp_path / "other")
     assert tuned(start, few, steps=2) == 0
-    assert tuned((start[0], few), few, "--train.resume", "latest") == 2
+    weights = next((other / "unet").glob("*.safetensors"))
+    save_file({name: value + 0.001 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    assert tuned((start[0], other), few, "--train.resume", "latest") == 2
     assert "was trained with consistency.start with the weights" in capsys.readouterr().err
 
 

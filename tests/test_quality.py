@@ -302,7 +302,7 @@ def test_an_entry_that_fails_leaves_the_others_their_turn(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--entries", "ddpm-xl"], "there is no entry 'ddpm-xl': choose from ours, ours-m, ours-s, ddpm,"),
+        (["--entries", "ddpm-xl"], "there is no entry 'ddpm-xl': choose from ours, ours-l, ours-s, ddpm,"),
         (["--minutes", "0"], "--minutes must be above 0, got 0"),
         (["--num_between", "63"], "63 sampled pictures are too few"),
         (["--num_between", "68"], "--num_between 68 is more than --num_pictures 67"),

@@ -1,5 +1,6 @@
 """The README's commands and snippets run as they stand there, on a tiny data set and a tiny network."""
 
+import json
 import os
 import re
 import shlex
@@ -24,11 +25,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
 
 
-def command(script: str) -> list[str]:
-    """The README's command that runs scripts/<script>."""
+def command(script: str, number: int = 0) -> list[str]:
+    """The README's command that runs scripts/<script>, the first of them or a later one."""
     lines = [line for block in blocks("sh") for line in block.splitlines() if f"scripts/{script}" in line]
     assert lines, f"the README has no command with {script}"
-    return shlex.split(lines[0])
+    return shlex.split(lines[number])
 
 
 def run(arguments: list[str], folder: Path) -> None:
@@ -57,6 +58,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_training_command_leaves_a_pipeline(folder: Path) -> None:
     assert (folder / "runs/mine/model_index.json").is_file()
     assert len((folder / "runs/mine/logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_the_tuning_command_leaves_a_pipeline_of_few_steps(folder: Path) -> None:
+    run([*command("train.py", 1), "--train.max_steps", "2"], folder)
+    index = json.loads((folder / "runs/mine-few-steps/model_index.json").read_text(encoding="utf-8"))
+    assert index["scheduler"] == ["diffusers", "FlowMatchLCMScheduler"]
+    assert (index["default_steps"], index["default_guidance_scale"]) == (4, 1.0)
 
 
 def test_the_sampling_command_writes_pictures(folder: Path) -> None:

@@ -93,6 +93,11 @@ class ConsistencyTuning:
             raise ValueError(f"consistency.start {options.start} is no flow but a {start.config.prediction_type} model")
         if start.guide_unet is not None:
             raise ValueError(f"consistency.start {options.start} has a guide_unet: save it with guide_unet=None")
+        if type(start.scheduler).__name__ == SCHEDULER and options.guidance_scale != 1:
+            raise ValueError(
+                f"consistency.start {options.start} was tuned to few steps already: start from what it was tuned from, "
+                "or set consistency.guidance_scale to 1"
+            )
         self.options, self.objective = options, objective
         for network in filter(None, (start.unet, start.text_encoder)):
             network.eval().requires_grad_(False)  # before they are put together: what is frozen encodes a caption once
@@ -101,6 +106,8 @@ class ConsistencyTuning:
     def begin_with(self, model: TextConditionalUNet) -> None:
         """Give `model` the weights of the start. Raises ValueError naming the first setting in which they differ."""
         name = f"consistency.start {self.options.start}"
+        if self.start.text_encoder is None and model.unet.config.context_dim is not None:
+            raise ValueError(f"{name} was trained without text: set text_encoder to null, train.sample_prompts to []")
         theirs, ours = _settings(self.start), _settings(model)
         for key in sorted({*theirs, *ours}):
             if theirs.get(key) != ours.get(key):

@@ -75,7 +75,7 @@ def _hash(body: str) -> str:
 def _front_matter(record: RunRecord) -> str:
     """What the hub sorts models by. The licence is the publisher's to choose: none is invented here."""
     task = "text-to-image" if record.has_text else "unconditional-image-generation"
-    tags = ["diffusers", "unet-attn", *([] if _tuned_from(record) else ["trained-from-scratch"])]
+    tags = ["diffusers", "unet-attn", *([] if record.tuned_from else ["trained-from-scratch"])]
     listed = "".join(f"- {tag}\n" for tag in tags)
     return f"library_name: diffusers\npipeline_tag: {task}\ntags:\n{listed}---\n"
 
@@ -89,7 +89,7 @@ def _title(record: RunRecord) -> str:
         trained = "taken as it was, frozen" if _has_frozen_text(record) else "trained with it"
         parts.append(f"the text encoder, {trained}, {count:,}")
     weights = f" Parameters: {'; '.join(parts)}." if parts else ""
-    start = _tuned_from(record)
+    start = record.tuned_from
     made = f"tuned from {_plain(start)} to draw in few steps," if start else "trained from scratch"
     return (
         f"# {_plain(record.name)}\n\n{wanted} A diffusion model {made} with unet-attn: a U-Net whose "
@@ -102,7 +102,11 @@ def _usage(record: RunRecord) -> str:
     prompts = record.setting("train", "sample_prompts")
     prompt = str(prompts[0]) if isinstance(prompts, list) and prompts else "a caption like those of the training data"
     prompt = json.dumps(one_line(printable(prompt)), ensure_ascii=False)
-    call = f"pipe({', '.join([prompt, *_own_numbers(record)])})" if record.has_text else "pipe()"
+    call = (
+        f"pipe({', '.join([prompt, *_own_numbers(record)])})"
+        if record.has_text
+        else f"pipe({', '.join(_own_numbers(record))})"
+    )
     ours = (
         f"from unet_attn import TextToImagePipeline\n\npipe = TextToImagePipeline.from_pretrained({name})\n"
         f"image = {call}.images[0]"
@@ -150,7 +154,7 @@ def _training(record: RunRecord) -> str:
         rates = f" {record.setting('train', 'muon_learning_rate')}, AdamW for the rest{rates}"
     optimizer = record.setting("train", "optimizer")
     rows = [
-        ("tuned from", _tuned_from(record)),
+        ("tuned from", record.tuned_from),
         ("prediction", record.setting("objective", "prediction_type")),
         ("times", record.setting("objective", "time_sampling")),
         ("loss weighting", record.setting("objective", "loss_weighting")),
@@ -177,7 +181,7 @@ def _scores(record: RunRecord) -> str | None:
 def _limits(record: RunRecord) -> str:
     side = record.setting("data", "resolution")
     what = "But for its text encoder it was" if _has_frozen_text(record) else "It was"
-    start = _tuned_from(record)
+    start = record.tuned_from
     of = f"tuned from {_plain(start)} on the pictures above" if start else "trained from scratch on the pictures above"
     lines = [
         f"{what} {of} and nothing else: what they do not show it cannot draw.",
@@ -198,24 +202,18 @@ def _limits(record: RunRecord) -> str:
 def _reproduction(record: RunRecord) -> str:
     arguments = ["accelerate", "launch", "scripts/train.py", "--config", "config.yaml"]
     arguments += ["--data.path", "PICTURES", "--train.output_dir", "runs/again"]
-    if _tuned_from(record):
+    if record.tuned_from:
         arguments += ["--consistency.start", "START"]
     if record.setting("train", "resume") is not None:
         arguments += ["--train.resume", "null"]
     if record.setting("train", "max_steps") is None and record.steps:
         # the clock of another machine would end it elsewhere
         arguments += ["--train.max_minutes", "null", "--train.max_steps", str(record.steps)]
-    start = ", and the model that it was tuned from in START" if _tuned_from(record) else ""
+    start = ", and the model that it was tuned from in START" if record.tuned_from else ""
     return (
         "## How it was made\n\n`config.yaml` in this folder holds every setting. In a clone of unet-attn, with the "
         f"same pictures in the folder PICTURES{start}:\n\n```sh\n{shlex.join(arguments)}\n```"
     )
-
-
-def _tuned_from(record: RunRecord) -> str | None:
-    """The name of the model that was tuned to few steps, without its place; None if there was none."""
-    start = record.setting("consistency", "start")
-    return Path(start).name if isinstance(start, str) else None
 
 
 def _has_frozen_text(record: RunRecord) -> bool:

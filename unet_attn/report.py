@@ -91,7 +91,8 @@ def _head(record: RunRecord) -> str:
     count = f"{record.pictures:,} pictures of " if record.pictures else ""
     grey = {1: "grey", 3: "colour"}.get(record.setting("unet", "in_channels"), "")
     sides = f", {resolution} x {resolution} {grey}".rstrip() if resolution else ""
-    lede = f"A {kind}{size}, trained from scratch on {count}{Path(record.data_path).name or 'unknown data'}{sides}."
+    made = f"tuned from {record.tuned_from} to draw in few steps," if record.tuned_from else "trained from scratch"
+    lede = f"A {kind}{size}, {made} on {count}{Path(record.data_path).name or 'unknown data'}{sides}."
     if not len(metrics):
         return paragraph(lede, kind="lede") + paragraph("The run has not finished a step yet.")
 
@@ -161,10 +162,11 @@ def _by_noise(record: RunRecord) -> Section | None:
         across = "noise (0 = clean, 1 = noise)"
         drawing = chart(parts, title="Training loss by noise level", across=across, up="", log=True)
         told = "Means over the first, a middle and the last twentieth of the steps. "
-        if record.setting("consistency", "start") is None:
-            told += "The end should lie lower everywhere."
-        else:
-            told += "What a tuning to few steps aims at changes as it goes, so the end need not lie lower."
+        told += (
+            "What a tuning to few steps aims at changes as it goes, so the end need not lie lower."
+            if record.tuned_from
+            else "The end should lie lower everywhere."
+        )
         figures.append((drawing, told))
     last, title = _evaluated_loss(record), "Evaluation by noise level"
     if record.validation:

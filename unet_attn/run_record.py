@@ -135,6 +135,12 @@ class RunRecord:
         counts = [int(each[1].replace(",", "")) if each else 0 for each in (found, held_out)]
         return counts[0] - counts[1] if found else None
 
+    @property
+    def tuned_from(self) -> str | None:
+        """The name of the model that was tuned to few steps, without its place; None if there was none."""
+        start = self.setting("consistency", "start")
+        return (Path(start).name or start) if isinstance(start, str) else None
+
     def setting(self, section: str, key: str) -> Any:
         """A value of the settings; None where there is none."""
         values = self.config.get(section)
