@@ -43,7 +43,7 @@ def train(pictures: Path, run: Path, sharded: bool, options: dict[str, object], 
     if tuned:
         objective, other = Objective(FlowMatchLCMScheduler()), tiny_model(1)
         pipeline = TextToImagePipeline(
-            other.unet, objective.sampling_scheduler(), text_encoder=other.text_encoder, tokenizer=other.tokenizer
+            other.unet, FlowMatchEulerDiscreteScheduler(), text_encoder=other.text_encoder, tokenizer=other.tokenizer
         )
         tuning = ConsistencyTuning(ConsistencyOptions(start="other"), pipeline, objective)
     trainer = Trainer(
@@ -53,3 +53,7 @@ def train(pictures: Path, run: Path, sharded: bool, options: dict[str, object], 
     assert trainer.run()
     if accelerator.num_processes > 1:
         torch.distributed.destroy_process_group()
+
+
+def train_tuned(pictures: Path, run: Path, sharded: bool, options: dict[str, object]) -> None:
+    train(pictures, run, sharded, options, tuned=True)

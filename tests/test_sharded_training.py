@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from sharded_run import train
+from sharded_run import train, train_tuned
 
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 
@@ -94,9 +93,7 @@ def test_a_sharded_tuning_to_few_steps_is_that_of_one_process(pictures: Path, tm
     # averages that lag far behind show whether the pass that learns sees their weights
     options = OPTIONS | {"optimizer": "muon", "ema_decay": 0.9, "validate_every": None}
     for name, sharded in (("one", False), ("two", True)):
-        processes.run_group(
-            partial(train, tuned=True), pictures, tmp_path / name, sharded, options, size=2 if sharded else 1
-        )
+        processes.run_group(train_tuned, pictures, tmp_path / name, sharded, options, size=2 if sharded else 1)
     one, two = saved(tmp_path / "one"), saved(tmp_path / "two")
     assert two.keys() == one.keys()
     for key, value in one.items():
