@@ -165,9 +165,8 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         saved = load_state(resume_from)["fixed"]
         share, tuned = data_options.validation_share, {} if tuning is None else tuning.settings()
         now = fixed_settings(options, unet, None, objective, validation_share=share, tuning=tuned)
-        known = [
-            key for key in {**saved, **tuned} if not key.startswith("text_encoder")
-        ]  # whose words are the captions'
+        # the text encoder's vocabulary is the captions', which are not read yet
+        known = [key for key in {**saved, **tuned} if not key.startswith("text_encoder")]
         check_unchanged(resume_from, {key: saved.get(key) for key in known}, {key: now.get(key) for key in known})
     model = None
     if tuning is not None:

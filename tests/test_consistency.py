@@ -5,14 +5,13 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
-from PIL import Image
 from pipeline_parts import CAPTIONS, stub_pipeline, tiny_pipeline, tiny_unconditional, tiny_unet
 from safetensors.torch import load_file, save_file
+from tiny_config import write_config
 from torch import Tensor
 
 from unet_attn.consistency import ConsistencyOptions, ConsistencyTuning
@@ -194,28 +193,7 @@ def train(arguments: list[str]) -> int:
 def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A configuration, and the run that it made in three steps."""
     folder = tmp_path_factory.mktemp("start")
-    pictures = folder / "pictures"
-    pictures.mkdir()
-    random = np.random.default_rng(0)
-    for number in range(11):
-        Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(pictures / f"{number}.png")
-        (pictures / f"{number}.txt").write_text(f"{'red' if number % 2 else 'blue'} thing {number}")
-    values = {
-        "data": {"path": str(pictures), "resolution": 8},
-        "text_encoder": {
-            "class_path": "unet_attn.text_encoder.TextEncoder",
-            "init_args": {"dim": 12, "depth": 1, "heads": 2},
-        },
-        "unet": {"in_channels": 1, "block_channels": [8, 16], "attention_levels": [1], "dim_head": 8},
-        "tokenizer": {"vocab_size": 300, "max_length": 16},
-        "scheduler": {"class_path": "diffusers.FlowMatchEulerDiscreteScheduler", "init_args": {}},
-        "train": {
-            "output_dir": str(folder / "run"), "batch_size": 4, "max_steps": 3, "learning_rate": 0.01,
-            "checkpoint_every": 2, "sample_every": None, "validate_every": None, "trackers": [],
-        },
-    }  # fmt: skip
-    config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(values))
+    config = write_config(folder, max_steps=3, checkpoint_every=2, sample_every=None, validate_every=None, trackers=[])
     assert train(["--config", str(config)]) == 0
     return config, folder / "run"
 

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
+from tiny_config import write_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "train.py"
@@ -58,35 +57,14 @@ def script() -> ModuleType:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """A tiny configuration over thirteen tiny pictures."""
-    pictures = tmp_path / "my pictures"
-    pictures.mkdir()
-    random = np.random.default_rng(0)
-    for number in range(13):
-        Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(pictures / f"{number}.png")
-        (pictures / f"{number}.txt").write_text(f"{'red' if number % 2 else 'blue'} thing {number}")
-    values = {
-        "data": {"path": str(pictures), "resolution": 8},
-        "text_encoder": {
-            "class_path": "unet_attn.text_encoder.TextEncoder",
-            "init_args": {"dim": 12, "depth": 1, "heads": 2},
-        },
-        "unet": {"in_channels": 1, "block_channels": [8, 16], "attention_levels": [1], "dim_head": 8},
-        "tokenizer": {"vocab_size": 300, "max_length": 16},
-        "scheduler": {"class_path": "diffusers.FlowMatchEulerDiscreteScheduler", "init_args": {}},
-        "train": {
-            "output_dir": str(tmp_path / "run"),
-            "batch_size": 4,
-            "max_steps": 6,
-            "warmup_steps": 0,
-            "learning_rate": 0.01,
-            "checkpoint_every": 2,
-            "sample_every": 4,
-            "sample_prompts": ["red thing", "blue thing"],
-        },
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+    return write_config(
+        tmp_path,
+        max_steps=6,
+        warmup_steps=0,
+        checkpoint_every=2,
+        sample_every=4,
+        sample_prompts=["red thing", "blue thing"],
+    )
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
