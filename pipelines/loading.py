@@ -39,16 +39,21 @@ def load_components(
     *,
     names: tuple[str, ...],
     given: dict[str, object],
+    format_version: int,
     dtype: str | torch.dtype | None = None,
     variant: str | None = None,
+    hub: dict[str, object] | None = None,
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The parts of a saved pipeline by name, and the plain values of its index.
 
-    path: a folder, or a repository's id on the hub; names: the parts wanted; given: parts that are taken as they are.
+    path: a folder, or a repository's id on the hub; names: the parts wanted; given: parts that are taken as they are;
+    format_version: the one that is read; hub: for huggingface_hub's `snapshot_download`.
     Raises FileNotFoundError if path is no pipeline and ValueError if a part cannot be loaded exactly as it was saved.
     """
-    folder = _local_folder(path)
+    folder = _local_folder(path, hub or {})
     index = _read_json(folder / INDEX_NAME)
+    # before the parts, which a later release may have laid out otherwise
+    check_format_version(index.get("format_version", format_version), format_version, folder / INDEX_NAME)
     dtype = parse_dtype(dtype)
     components = {}
     for name in names:
@@ -153,7 +158,7 @@ def _model_class(name: str) -> type[ModelMixin]:
         ) from error
 
 
-def _local_folder(path: str | PathLike) -> Path:
+def _local_folder(path: str | PathLike, hub: dict[str, object]) -> Path:
     """The folder of a pipeline; one on the hub is fetched, its weights and configuration only."""
     folder = Path(path)
     if not folder.is_dir():
@@ -162,7 +167,7 @@ def _local_folder(path: str | PathLike) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+            folder = Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt"], **hub))
         except (OSError, ValueError) as error:
             raise FileNotFoundError(f"{path} is no folder, and the hub did not give it: {_one_line(error)}") from error
     if not (folder / INDEX_NAME).is_file():

@@ -86,6 +86,10 @@ class PipelineOfParts(DiffusionPipeline):
         dtype: str | torch.dtype | None = None,
         torch_dtype: str | torch.dtype | None = None,
         variant: str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | PathLike | None = None,
+        local_files_only: bool = False,
         unet: ModelMixin | Own = OWN,
         scheduler: SchedulerMixin | Own = OWN,
         text_encoder: ModelMixin | Own | None = OWN,
@@ -95,8 +99,9 @@ class PipelineOfParts(DiffusionPipeline):
         """Load a saved pipeline with the installed classes. Nothing in the folder is executed.
 
         pretrained_model_name_or_path: a folder, or the id of a repository on the hub; dtype (older name: torch_dtype):
-        of all weights, by default float32; variant: of the weight files, as in `save_pretrained`; unet, scheduler,
-        text_encoder, tokenizer, guide_unet: used in place of the saved ones; with None there is none.
+        of all weights, by default float32; variant: of the weight files, as in `save_pretrained`; revision, token,
+        cache_dir, local_files_only: for a repository, as huggingface_hub's `snapshot_download` takes them; unet,
+        scheduler, text_encoder, tokenizer, guide_unet: used in place of the saved ones; with None there is none.
         Raises FileNotFoundError if it is no pipeline, and ValueError if weights are missing, left over or of a wrong
         shape, naming them: never does a model come back with random weights.
         """
@@ -105,8 +110,15 @@ class PipelineOfParts(DiffusionPipeline):
             pretrained_model_name_or_path,
             given={name: value for name, value in given.items() if value is not OWN},
             names=tuple(given),
+            format_version=FORMAT_VERSION,
             dtype=dtype if dtype is not None else torch_dtype,
             variant=variant,
+            hub={
+                "revision": revision,
+                "token": token,
+                "cache_dir": cache_dir,
+                "local_files_only": local_files_only,
+            },
         )
         kept = {name: options[name] for name in ("prediction_type", "format_version", *DEFAULTS) if name in options}
         pipeline = cls(**components, **kept)

@@ -38,6 +38,14 @@ class Plan(NamedTuple):
     extractor: "Extractor"
 
 
+def check_sampling(options: argparse.Namespace) -> None:
+    """Refuse what nothing can be sampled with, whatever the run and the data are."""
+    if options.batch_size < 1:
+        raise ValueError(f"--batch_size must be at least 1, got {options.batch_size}")
+    if not 0 <= options.seed < 2**63 - max(0, options.num_pictures):
+        raise ValueError(f"--seed must be at least 0 and below 2^63, got {options.seed}")
+
+
 def prepared(options: argparse.Namespace, pipeline: "TextToImagePipeline", device: "torch.device") -> Plan:
     """Read what the command line names. Raises ValueError or OSError for all that cannot be measured."""
     import torch

@@ -16,11 +16,15 @@ MAX_GRAD_NORM = 1.0  # in all three recipes
 
 
 class Sampler(NamedTuple):
-    """A way to draw pictures; `steps` passes through the network, twice as many with a guidance other than 1."""
+    """A way to draw pictures; `steps` passes through the network, twice as many with a guidance other than 1.
+
+    averaged: by the averaged weights, or by those of the last step.
+    """
 
     scheduler: str
     steps: int
     guidance: float
+    averaged: bool = True
 
 
 class Asked(NamedTuple):
@@ -138,7 +142,7 @@ class Peer:
         raise NotImplementedError
 
     def sample(self, asked: Asked, sampler: Sampler) -> Tensor:
-        """Pictures (N, C, H, W), about in [-1, 1], of the averaged weights; noise from torch's global generator."""
+        """Pictures (N, C, H, W), about in [-1, 1]; noise from torch's global generator."""
         raise NotImplementedError
 
     def pictures(self, batch: dict[str, Any]) -> Tensor:

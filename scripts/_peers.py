@@ -14,6 +14,7 @@ from _peer import LAYOUTS, Asked, Classes, Peer, Recipe, Sampler
 from torch import Tensor, nn
 
 from unet_attn.data import CaptionedImages
+from unet_attn.pipelines.inputs import evaluation_mode
 
 TIMES = 1000
 TEXT_DIM, TEXT_DEPTH, TEXT_HEADS, VOCABULARY, MOST_TOKENS = 128, 2, 4, 2048, 32  # our text encoder as the quickstart's
@@ -37,6 +38,8 @@ _LUCIDRAINS_EXAMPLE = Recipe(
         "main": Sampler("its DDIM", 50, 6.0),
         "fast": Sampler("its DDIM", 25, 6.0),
         "unguided": Sampler("its DDIM", 50, 1.0),
+        # its average is made for 100,000 steps: in a short run it is the mean of the run's second half
+        "live": Sampler("its DDIM", 50, 6.0, averaged=False),
     },
 )
 
@@ -84,9 +87,10 @@ class LucidrainsPeer(Peer):
         return self.diffusion((self.pictures(batch) + 1) / 2, classes=self.classes.of[batch["index"]])
 
     def sample(self, asked: Asked, sampler: Sampler) -> Tensor:
-        averaged = self.average.ema_model.eval()
-        averaged.sampling_timesteps = sampler.steps
-        return 2 * averaged.sample(asked.classes, cond_scale=sampler.guidance) - 1
+        diffusion = self.average.ema_model if sampler.averaged else self.diffusion
+        diffusion.sampling_timesteps = sampler.steps
+        with evaluation_mode(diffusion):
+            return 2 * diffusion.sample(asked.classes, cond_scale=sampler.guidance) - 1
 
 
 # ------------------------------------------------------------------------------------------------------------ diffusers
@@ -170,7 +174,8 @@ class DiffusersPeer(Peer):
         scheduler = getattr(diffusers, sampler.scheduler).from_config(self.scheduler.config)
         scheduler.set_timesteps(sampler.steps)
         self.average.store(self.parameters)
-        self.average.copy_to(self.parameters)
+        if sampler.averaged:
+            self.average.copy_to(self.parameters)
         try:
             told = self.condition(asked)
             nothing = self.condition(Asked([""] * len(asked.captions), asked.classes))

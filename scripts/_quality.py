@@ -115,7 +115,7 @@ def prepared(options: argparse.Namespace) -> Scorer:
     check_counts(sampled=options.num_between)
     judge = None if options.judge is None else Judge.load(options.judge)
     extractor = make_extractor("efficientnet")
-    data = data_of(str(options.config), str(options.data_path))
+    data = data_of(str(options.config), str(options.data_path), seed=options.seed)
     chosen = choose_pictures(len(data), options.num_pictures, options.seed)
     check_counts(real=len(set(chosen[: options.num_between])))
     if judge is not None:

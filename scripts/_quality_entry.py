@@ -63,12 +63,14 @@ class Task:
     threads: int | None
 
 
-def data_of(config: str, data: str) -> CaptionedImages:
+def data_of(config: str, data: str, *, seed: int) -> CaptionedImages:
     """The pictures as a run by this configuration would read them."""
     parsed = make_parser().parse_args(["--config", config, "--data.path", data, "--train.output_dir", "unused"])
     if parsed.text_encoder is None:
         raise ValueError(f"{config} has no text_encoder: captions are what the entries are compared by")
-    return CaptionedImages(DataOptions(**parsed.data.as_dict()), channels=parsed.unet.in_channels)
+    if parsed.consistency is not None and parsed.consistency.start is not None:
+        raise ValueError(f"{config} tunes another run, whose minutes would not count: give another --config")
+    return CaptionedImages(DataOptions(**parsed.data.as_dict()), channels=parsed.unet.in_channels, seed=seed)
 
 
 class Takes:
@@ -194,7 +196,7 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
 
 def train_peer(task: Task, folder: Path) -> dict[str, Any]:
     """The same pictures, by the peer's own recipe, in the layout that is faster for it."""
-    data = data_of(task.config, task.data)
+    data = data_of(task.config, task.data, seed=task.seed)
     torch.manual_seed(task.seed)
     peer = make_peer(task.name, data)
     batch_size = peer.recipe.batch_size

@@ -1,5 +1,6 @@
 """What `benchmark.py quality` shows: two Markdown tables, and charts of the scores over the minutes of training."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,8 @@ def by_entry(results: Results) -> str:
         f"KID x 1000 at {100 * moment:g} %"
         for moment in next(iter(results.values()))["settings"]["training"]["moments"]
     ]
-    columns = ["entry", "parameters, M", "pictures/s in training", "steps", *parts, "Frechet distance"]
+    columns = ["entry", "parameters, M", "pictures/s in training", "steps", *parts]
+    columns += ["the best sampler's KID x 1000", "Frechet distance"]
     columns += ["caption agreement", "class agreement", "pictures/s in sampling", "peak in training, MiB", "layout"]
     rows = []
     for name, result in results.items():
@@ -38,6 +40,7 @@ def by_entry(results: Results) -> str:
                 f"{result['pictures_per_second']:.1f}",
                 f"{result['steps']:,}",
                 *kid_over_time(result),
+                kid_text(best),
                 as_text(best["frechet"], best["frechet_error"], digits=1),
                 agreement(best, "agreement"),
                 agreement(best, "class_agreement"),
@@ -80,10 +83,9 @@ def best_take(result: Result) -> Mapping[str, Any]:
 
 
 def kid_over_time(result: Result) -> list[str]:
-    """KID at each moment by the main sampler, at the end by the best."""
+    """KID at each moment, by the main sampler throughout."""
     moments = result["settings"]["training"]["moments"]
     takes = {take["moment"]: take for take in result["takes"] if take["sampler"] == "main"}
-    takes[1.0] = best_take(result)
     return [kid_text(takes[moment]) if moment in takes else "" for moment in moments]
 
 
@@ -105,7 +107,7 @@ def charts(results: Results) -> dict[str, str]:
     """File names and SVGs: of each family the entry that ends closest, by its main sampler."""
     best: dict[str, str] = {}
     for name in results:
-        family = name.removesuffix("-m").removesuffix("-s")
+        family = re.sub("-[lms]$", "", name)
         if family not in best or last(results[name])["kid"] < last(results[best[family]])["kid"]:
             best[family] = name
     drawn = {name: [take for take in results[name]["takes"] if take["sampler"] == "main"] for name in best.values()}

@@ -69,7 +69,7 @@ def main() -> int:
     try:
         options.run(options)
     except (argparse.ArgumentError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
@@ -113,7 +113,8 @@ def made_up_pictures(folder: Path, count: int) -> Path:
 
 def arguments_for(config: Path, data: Path, run: Path, **train: object) -> list[str]:
     """scripts/train.py's command line: the configuration, with what belongs to the measurement in its place."""
-    sections = {"data.path": data, "train.output_dir": run, **{f"train.{key}": value for key, value in train.items()}}
+    sections = {"data.path": data, "data.validation_share": 0, "train.output_dir": run}
+    sections |= {f"train.{key}": value for key, value in train.items()}
     return ["--config", str(config), *(part for key, value in sections.items() for part in (f"--{key}", str(value)))]
 
 

@@ -22,7 +22,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _evaluation_plan import Outputs, Plan, chosen_outputs, held_out_share, known_captions, prepared, some_in_colour
+from _evaluation_plan import (
+    Outputs,
+    Plan,
+    check_sampling,
+    chosen_outputs,
+    held_out_share,
+    known_captions,
+    prepared,
+    some_in_colour,
+)
 from _processes import Processes
 from sample import Parser, chosen_device, chosen_guidance
 
@@ -113,10 +122,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def check_options(options: argparse.Namespace) -> Outputs:
     """Refuse what is wrong whatever the run and the data are; where the figures go."""
-    if options.batch_size < 1:
-        raise ValueError(f"--batch_size must be at least 1, got {options.batch_size}")
-    if not 0 <= options.seed < 2**63 - max(0, options.num_pictures):
-        raise ValueError(f"--seed must be at least 0 and below 2^63, got {options.seed}")
+    check_sampling(options)
     if options.features == "judge" and options.judge is None:
         raise ValueError("--features judge needs --judge, a judge of this data: train one with scripts/train_judge.py")
     if options.inception_weights is not None and options.features != "inception":

@@ -2,7 +2,8 @@
 
     python scripts/inspect_data.py DIR [--html report.html] [--config configs/icons.yaml] [--data.KEY VALUE ...]
 
-Options are those of scripts/train.py. With its --config, everything is looked at as that run would see it. Nothing in
+Options are those of scripts/train.py that concern the pictures, the tokenizer and what the U-Net demands of them. With
+its --config, everything is looked at as that run would see it. Nothing in
 DIR is ever changed.
 
 Exit codes: 0 training would start; 1 it would not, and the report says why; 2 the command line is wrong.

@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _evaluation_plan import Plan, known_captions, prepared
+from _evaluation_plan import Plan, check_sampling, known_captions, prepared
 from _measure import describe_machine
 from sample import chosen_device, chosen_guidance, chosen_scheduler
 
-from unet_attn.evaluation import compare_features, sample_pictures
 from unet_attn.extractors import EXTRACTORS, extract_features
 from unet_attn.feature_cache import cached_features
 from unet_attn.judge import caption_agreement
 from unet_attn.pipelines.guidance import Guidance
+from unet_attn.pipelines.inputs import check_steps
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 
 
@@ -49,6 +49,9 @@ def main() -> int:
         print(f"{describe_machine()}; {options.num_pictures} pictures a row")
         for row in table_rows(options):
             print(f"| {' | '.join(row)} |", flush=True)
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed: pip install 'unet-attn[train,eval]'", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -57,6 +60,9 @@ def main() -> int:
 
 def table_rows(options: argparse.Namespace) -> Iterator[list[str]]:
     """The rows of the table, head first, each when it is measured."""
+    from unet_attn.evaluation import sample_pictures  # whose packages only evaluating needs
+
+    check_sampling(options)
     device = chosen_device(options.device)
     pipeline = TextToImagePipeline.from_pretrained(options.run)
     if options.guide is not None:
@@ -67,6 +73,8 @@ def table_rows(options: argparse.Namespace) -> Iterator[list[str]]:
     guidance = Guidance(interval=tuple(options.interval))
     own = pipeline.scheduler
     schedulers = [own] if options.scheduler is None else [chosen_scheduler(n, pipeline) for n in options.scheduler]
+    for count in options.steps:
+        check_steps(count, own.config.num_train_timesteps)
     scales = [chosen_guidance(scale, pipeline) for scale in options.guidance_scale or [None]]
     with_first_steps = argparse.Namespace(**{**vars(options), "steps": options.steps[0]})
     plan = prepared(with_first_steps, pipeline, device)
@@ -97,6 +105,8 @@ def table_rows(options: argparse.Namespace) -> Iterator[list[str]]:
 
 def scores(plan: Plan, real: torch.Tensor, sampled: torch.Tensor, *, seed: int) -> list[str]:
     """KID, Frechet distance and agreement of sampled pictures (N, C, H, W), with their errors, as cells."""
+    from unet_attn.evaluation import compare_features
+
     distances = compare_features(real, extract_features(sampled, plan.extractor.network), made_for=plan.made_for)
     agreement = "-"
     if plan.judge is not None and plan.made_for is not None:

@@ -1,6 +1,6 @@
 """Compare variants of a configuration: each trains for the same time with every seed, and is scored the same way.
 
-    python scripts/sweep.py configs/experiments/patch.yaml --minutes 10 --seeds 0 1 [--judge runs/judge]
+    python scripts/sweep.py configs/experiments/patch_and_widths.yaml --minutes 10 --seeds 0 1 [--judge runs/judge]
 
 An experiment names a base configuration and, for each variant, what it changes:
 
@@ -43,6 +43,16 @@ FIGURES = {
 }
 
 
+# what is the sweep's to set, so that its rows can be compared; by what
+FIXED = {
+    "data.path": "--data.path",
+    "train.output_dir": "--out",
+    "train.seed": "--seeds",
+    "train.max_minutes": "--minutes",
+    "train.max_steps": "--steps",
+}
+
+
 @dataclass(frozen=True)
 class Experiment:
     """A base configuration, and what each variant changes of it: {variant: {SECTION.KEY: value}}."""
@@ -79,8 +89,8 @@ def sweep(options: argparse.Namespace) -> None:
         known = ", ".join(experiment.variants)
         raise ValueError(f"{options.experiment} has no variant {min(unknown)!r}: it has {known}")
     out = options.out or ROOT / "runs" / "sweeps" / experiment.name
-    settings = settings_of(options, experiment)
     check(options, experiment)
+    settings = settings_of(options, experiment)
     out.mkdir(parents=True, exist_ok=True)
 
     failed = []
@@ -122,6 +132,8 @@ def read_experiment(path: Path) -> Experiment:
         raise ValueError(f"{path}: variants must be names with what each changes")
     variants = {str(name): changes for name, changes in variants.items()}
     for name, changes in variants.items():
+        if isinstance(changes, dict) and (taken := [key for key in changes if key in FIXED]):
+            raise ValueError(f"{path}: variant {name!r} sets {taken[0]}, which is set by {FIXED[taken[0]]}")
         if not isinstance(changes, dict) or not all(re.fullmatch(r"\w+(\.\w+)*", str(key)) for key in changes):
             raise ValueError(f"{path}: variant {name!r} must be SECTION.KEY: value, or {{}}")
     if len({slug(name) for name in variants}) < len(variants):
@@ -137,13 +149,16 @@ def settings_of(options: argparse.Namespace, experiment: Experiment) -> dict[str
     """What all rows of a table have in common."""
     from _measure import describe_machine
 
+    from unet_attn.extractors import weights_digest
+    from unet_attn.judge import Judge
+
     return {
         "machine": describe_machine(),
         "config": yaml.safe_load(experiment.config.read_text(encoding="utf-8")),
         "minutes": None if options.steps is not None else options.minutes or 10.0,
         "steps": options.steps,
         "data": None if options.data_path is None else str(options.data_path),
-        "judge": None if options.judge is None else str(options.judge),
+        "judge": None if options.judge is None else weights_digest(Judge.load(options.judge)),
         "num_pictures": options.num_pictures,
     }
 
@@ -163,11 +178,8 @@ def check(options: argparse.Namespace, experiment: Experiment) -> None:
     from train import TrainOptions, make_parser
 
     from unet_attn.evaluation import check_counts
-    from unet_attn.judge import Judge
 
     check_counts(sampled=options.num_pictures)
-    if options.judge is not None:
-        Judge.load(options.judge)
     parser = make_parser()
     for name, changes in experiment.variants.items():
         arguments = train_arguments(options, experiment, changes, options.seeds[0], Path("unused"))

@@ -64,12 +64,7 @@ def make_parser() -> ArgumentParser:
     parser.add_function_arguments(train_tokenizer, "tokenizer", skip={"captions"})
     parser.add_subclass_arguments(SchedulerMixin, "scheduler", skip={"prediction_type"})
     parser.add_class_arguments(Objective, "objective", skip={"scheduler"})
-    parser.add_argument(
-        "--consistency",
-        type=ConsistencyOptions | None,
-        default=None,
-        help="tune a trained flow to few steps, or null for a training from the beginning",
-    )
+    parser.add_class_arguments(ConsistencyOptions, "consistency")
     parser.add_class_arguments(TrainOptions, "train")
     return parser
 
@@ -151,6 +146,9 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     text_encoder = make(config.text_encoder) if pretrained else None
     context_dim = None
     if has_text:
+        if not pretrained:  # only the captions are missing yet: what else is wrong comes out with none
+            shape = {"vocab_size": 1, "max_length": config.tokenizer.max_length}
+            train_tokenizer([], **config.tokenizer.as_dict()), make(config.text_encoder, **shape)
         context_dim = text_encoder.output_dim if pretrained else config.text_encoder.init_args.dim
 
     torch.manual_seed(options.seed)
@@ -162,14 +160,12 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         x_prediction=objective.x_prediction,
     )
     if resume_from is not None:
-        saved = load_state(resume_from)["fixed"]
-        share, tuned = data_options.validation_share, {} if tuning is None else tuning.settings()
-        now = fixed_settings(options, unet, None, objective, validation_share=share, tuning=tuned)
-        # the text encoder's vocabulary is the captions', which are not read yet
-        known = [key for key in {**saved, **tuned} if not key.startswith("text_encoder")]
-        check_unchanged(resume_from, {key: saved.get(key) for key in known}, {key: now.get(key) for key in known})
+        tuned = {} if tuning is None else tuning.settings
+        share = data_options.validation_share
+        check_resumed(resume_from, fixed_settings(options, unet, None, objective, validation_share=share, tuning=tuned))
     model = None
     if tuning is not None:
+        check_tokenizer(tuning, config.tokenizer, pretrained=pretrained)
         model = assembled(config, options, unet, text_encoder, tuning.start.tokenizer, objective)
         tuning.begin_with(model)
     data = open_data(
@@ -184,6 +180,13 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
         tokenizer = make_tokenizer(config, data, resume_from, pretrained=pretrained) if has_text else None
         model = assembled(config, options, unet, text_encoder, tokenizer, objective)
     return Built(model, objective, data, tuning)
+
+
+def check_resumed(resume_from: Path, now: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other settings; the text encoder's follow from the captions, which are not read yet."""
+    then_and_now = (load_state(resume_from)["fixed"], now)
+    then, now = ({key: each[key] for key in each if not key.startswith("text_encoder")} for each in then_and_now)
+    check_unchanged(resume_from, then, now)
 
 
 def assembled(
@@ -203,15 +206,29 @@ def assembled(
 
 
 def make_tuning(section: Namespace | None, objective: Objective) -> ConsistencyTuning | None:
-    """What tunes the run or saved pipeline that the section names; None without a section."""
-    if section is None:
+    """What tunes the run or saved pipeline that the section names; None where it names none."""
+    options = ConsistencyOptions(**({} if section is None else section.as_dict()))  # null in earlier configurations
+    if options.start is None:
+        if options != ConsistencyOptions():
+            raise ValueError("consistency.start must name what is tuned, a run or a saved pipeline")
         return None
-    options = ConsistencyOptions(**section.as_dict())
     try:
         start = TextToImagePipeline.from_pretrained(options.start)
     except (ValueError, OSError) as error:
         raise ValueError(f"consistency.start {options.start} cannot be used: {error}") from error
     return ConsistencyTuning(options, start, objective)
+
+
+def check_tokenizer(tuning: ConsistencyTuning, section: Namespace, *, pretrained: bool) -> None:
+    """Refuse settings that are not those of the start's tokenizer, which is taken as it is."""
+    tokenizer, name = tuning.start.tokenizer, f"consistency.start {tuning.options.start}"
+    if tokenizer is None:
+        return
+    if not pretrained and len(tokenizer) > section.vocab_size:
+        raise ValueError(f"{name} has {len(tokenizer)} tokens: tokenizer.vocab_size {section.vocab_size} is fewer")
+    if tokenizer.model_max_length != section.max_length:
+        limit = tokenizer.model_max_length
+        raise ValueError(f"{name} has tokenizer.max_length {limit}, not {section.max_length}: set it to that")
 
 
 def check_output_outside(output_dir: str, data_path: str) -> None:

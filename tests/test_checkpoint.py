@@ -153,7 +153,7 @@ def test_another_format_is_refused_with_both_versions(tmp_path: Path, monkeypatc
     path = save(tmp_path, 1)
     monkeypatch.undo()
 
-    with pytest.raises(CheckpointError, match="has format version 7, this version reads 1"):
+    with pytest.raises(CheckpointError, match=r"has format_version 7, .* reads 1: install a release that reads 7"):
         load_checkpoint(path)
 
 

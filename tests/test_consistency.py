@@ -168,7 +168,7 @@ def test_a_start_of_another_shape_is_refused_with_the_setting() -> None:
 
 
 def test_settings_tell_the_start_by_its_weights() -> None:
-    one, again, other = (tuning_of(tiny_pipeline(seed=seed)).settings() for seed in (0, 0, 1))
+    one, again, other = (tuning_of(tiny_pipeline(seed=seed)).settings for seed in (0, 0, 1))
     assert one == again
     weights = "consistency.start with the weights"
     assert [key for key in one if one[key] != other[key]] == [weights]
@@ -253,8 +253,43 @@ def test_another_start_is_refused_at_a_resume(
     assert tuned(start, few, steps=2) == 0
     weights = next((other / "unet").glob("*.safetensors"))
     save_file({name: value + 0.001 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    assert tuned((start[0], other), few, "--train.resume", "latest") == 2
+    assert tuned((start[0], other), few, "--train.resume", "latest", steps=2) == 2
     assert "was trained with consistency.start with the weights" in capsys.readouterr().err
+
+
+def test_a_later_end_which_would_undo_what_was_tuned_is_refused(
+    start: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tuned(start, tmp_path / "few", steps=2) == 0
+    assert tuned(start, tmp_path / "few", "--train.resume", "latest", steps=8) == 2
+    assert "was trained with train.max_steps 2, but it is 8 now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--tokenizer.vocab_size", "260", "tokens: tokenizer.vocab_size 260 is fewer"),
+        ("--tokenizer.max_length", "5", "not 5: set it to that"),
+        ("--consistency.halvings", "two", 'Parser key "consistency.halvings"'),
+        ("--consistency.start", "null", "consistency.start must name what is tuned"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_start_are_one_line(
+    start: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, message: str
+) -> None:
+    assert tuned(start, tmp_path / "few", option, value) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+    assert not (tmp_path / "few").exists()
+
+
+def test_a_configuration_whose_section_is_null_trains_from_the_beginning(
+    start: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = tmp_path / "earlier.yaml"
+    settings = yaml.safe_load(start[0].read_text(encoding="utf-8")) | {"consistency": None}
+    config.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    assert train(["--config", str(config), "--train.max_steps", "1", "--train.output_dir", str(tmp_path / "run")]) == 0
 
 
 def test_an_ordinary_checkpoint_does_not_become_a_tuned_one(

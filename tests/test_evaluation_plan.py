@@ -28,9 +28,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         for caption in captions:
             yield to_tensor(load_image(data / f"{caption.removeprefix('noise ')}.png"))
 
-    # steps first: as it is imported it takes the sampler that it finds
-    for name in ("steps", "unet_attn.evaluation"):
-        monkeypatch.setattr(f"{name}.sample_pictures", repeated)
+    monkeypatch.setattr("unet_attn.evaluation.sample_pictures", repeated)
 
     def run(name: str, *arguments: str) -> int:
         options = (tmp_path / "run", "--data.path", data, "--features", "judge", "--judge", judge)

@@ -108,6 +108,27 @@ def test_another_format_version_is_refused_by_number(saved, path):
     check_format_version(1, 1, "x")
 
 
+def test_a_later_layout_is_refused_before_its_parts_are_read(saved):
+    change_json(saved / "model_index.json", format_version=2, unet=["later", "LaterUNet"])
+    with pytest.raises(ValueError, match="install a release that reads 2"):
+        TextToImagePipeline.from_pretrained(saved)
+
+
+def test_a_repository_is_fetched_as_the_hub_is_told(saved, monkeypatch):
+    asked = {}
+
+    def fetched(repository, **options):
+        asked.update(options, repository=repository)
+        return str(saved)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    TextToImagePipeline.from_pretrained("someone/icons", revision="v1", token="t", local_files_only=True)
+
+    del asked["allow_patterns"]
+    expected = {"repository": "someone/icons", "revision": "v1", "token": "t", "cache_dir": None}
+    assert asked == expected | {"local_files_only": True}
+
+
 def test_what_is_no_pipeline_is_one_clear_line(tmp_path, saved):
     cases = [
         (tmp_path / "nothing", "is no folder"),

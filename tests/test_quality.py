@@ -90,7 +90,7 @@ def test_a_class_is_the_first_word_or_the_name_of_a_folder(
 
 
 @pytest.mark.parametrize("name", ["ddpm-s", "unet2d-s", "unet2d-text-s"])
-def test_a_peer_learns_and_draws_from_its_average(
+def test_a_peer_learns_and_draws_from_its_average_or_as_it_is(
     scripts: Callable[[str], ModuleType], folder: Path, name: str
 ) -> None:
     peer_module, peers = scripts("_peer"), scripts("_peers")
@@ -120,6 +120,11 @@ def test_a_peer_learns_and_draws_from_its_average(
             drawn.append(peer.sample(asked, sampler._replace(steps=2)))
         assert drawn[0].shape == (5, 1, 8, 8) and torch.isfinite(drawn[0]).all()
         assert_close(drawn[0], drawn[1])
+    both = []
+    for averaged in (True, False):
+        torch.manual_seed(2)
+        both.append(peer.sample(asked, peer.recipe.samplers["main"]._replace(steps=2, averaged=averaged)))
+    assert not both[0].equal(both[1])
     # the averaged weights were only borrowed
     assert all(parameter.equal(was) for parameter, was in zip(peer.parameters, live, strict=True))
 
@@ -232,8 +237,9 @@ def test_two_entries_have_the_same_time_and_are_scored_the_same_way(
         assert result["pictures_per_second"] == pytest.approx(result["pictures_seen"] / result["training_seconds"])
         assert 0 < result["mib"]["training"] <= result["mib"]["with_sampling"]
         taken = [(take["moment"], take["sampler"], take["pictures"]) for take in result["takes"]]
-        assert taken[-3:] == [(1.0, kind, 67) for kind in ("main", "fast", "unguided")]
-        assert taken[:-3] == [(0.25, "main", 64), (0.5, "main", 64)]
+        samplers = {"ours": ("main", "fast", "unguided"), "ddpm-s": ("main", "fast", "unguided", "live")}[name]
+        at_end = [(1.0, kind, 67) for kind in samplers]
+        assert taken == [(0.25, "main", 64), (0.5, "main", 64), *at_end]
         assert result["takes"][0]["minutes"] == pytest.approx(0.25 * MINUTES, abs=1.5 * step / 60)
         for take in result["takes"]:
             assert take["frechet"] > 0 and take["kid_error"] > 0 and take["sampled_pictures"] == take["pictures"]
@@ -242,7 +248,7 @@ def test_two_entries_have_the_same_time_and_are_scored_the_same_way(
         assert Image.open(out / f"{name}.png").width > 8 * 8
     table = (out / "table.md").read_text(encoding="utf-8")
     assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")] == (
-        ["| entry", "| ---", "| ours", "| ddpm-s", "| entry", "| ---", *["| ours"] * 3, *["| ddpm-s"] * 3]
+        ["| entry", "| ---", "| ours", "| ddpm-s", "| entry", "| ---", *["| ours"] * 3, *["| ddpm-s"] * 4]
     )
     assert table.strip() in printed
     for chart in ("kid.svg", "agreement.svg"):

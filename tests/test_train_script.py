@@ -178,6 +178,8 @@ def test_text_encoder_null_trains_without_captions(script: ModuleType, config: P
         (["--train.batch_size", "3", "--train.gradient_accumulation_steps", "2"], "must be a multiple of 2"),
         (["--data.path", "nowhere"], "nowhere"),
         (["--unet.attention_levels", "[2]"], "unet.attention_levels must lie in 0..1"),
+        (["--unet.block_channels", "[12, 16]"], "unet.block_channels must be multiples of 8"),
+        (["--text_encoder.init_args.dim", "0"], "text_encoder.dim must be at least 1, got 0"),
         (["--data.resolution", "9"], "must be a multiple of 2"),
         (["--objective.prediction_type", "epsilon"], "FlowMatchEulerDiscreteScheduler"),
         (["--train.resume", "latest"], "no run to resume in"),
@@ -218,6 +220,23 @@ def test_a_resumed_run_of_another_network_is_refused_before_data_is_read(
     assert "was trained with train.batch_size" in capsys.readouterr().err
     assert script.main([*resumed, "--data.validation_share", "0.5"]) == 2
     assert "was trained with data.validation_share 0.0, but it is 0.5 now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--text_encoder.init_args.heads", "5", "text_encoder.heads must divide text_encoder.dim"),
+        ("--text_encoder.init_args.depth", "0", "text_encoder.depth must be at least 1, got 0"),
+        ("--tokenizer.vocab_size", "100", "tokenizer.vocab_size must be at least 259, got 100"),
+        ("--tokenizer.max_length", "2", "tokenizer.max_length must be at least 3, got 2"),
+    ],
+)
+def test_what_is_wrong_with_the_text_is_told_before_data_is_read(
+    script: ModuleType, config: Path, capsys, monkeypatch, option: str, value: str, message: str
+) -> None:
+    monkeypatch.setattr(script, "open_data", None)  # calling it would raise a TypeError
+    assert script.main(["--config", str(config), option, value]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_folder_among_the_pictures_is_refused(script: ModuleType, config: Path, tmp_path: Path, capsys) -> None:

@@ -1,4 +1,4 @@
-"""What the U-Net is built of: residual and attention blocks, the levels made of them, and the time embedding.
+"""What the U-Net is built of: residual and attention blocks, the layers made of them, and the time embedding.
 
 Every block ends in a zero-initialised layer, so it starts as the identity and adding one never hurts early training.
 Letters: B batch, N tokens, D text width, C channels, H W the map, E width of the embedding of time and text.

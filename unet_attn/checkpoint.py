@@ -94,7 +94,8 @@ def load_state(path: Path) -> dict[str, Any]:
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     if state.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"checkpoint {path} has format version {state.get('format_version')}, this version reads {FORMAT_VERSION}"
+            f"checkpoint {path} has format_version {state.get('format_version')}, this release of unet-attn reads "
+            f"{FORMAT_VERSION}: install a release that reads {state.get('format_version')}"
         )
     return state
 

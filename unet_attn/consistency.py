@@ -16,6 +16,7 @@ of any flow. Letters: B batch.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -48,14 +49,14 @@ class ConsistencyOptions:
     """How a trained flow is tuned to few steps. The networks' sections are those it was trained with.
 
     Args:
-        start: the run, or the saved pipeline, that is tuned.
+        start: the run, or the saved pipeline, that is tuned; null = a training from the beginning.
         guidance_scale: how much guidance is learned, so that sampling needs none; a model without text has none.
         halvings: t - r is all of t at first, where the guidance alone is learned, and t / 2^halvings at the end. Fewer
             are rougher, more want a longer run.
         steps: what the saved pipeline samples with unless it is told otherwise.
     """
 
-    start: str
+    start: str | None = None
     guidance_scale: float = 3.0
     halvings: int = 2
     steps: int = 4
@@ -118,6 +119,7 @@ class ConsistencyTuning:
         except RuntimeError as error:
             raise ValueError(f"{name} has other weights than this text_encoder: {error}") from error
 
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """What must not change when a run is resumed: the options, and the start by its weights, not by its place."""
         digest = sha256()

@@ -162,6 +162,8 @@ def fixed_settings(
     # another share would validate on what was trained on
     settings["data.validation_share"] = validation_share
     settings |= tuning
+    if tuning:  # how far apart its points are follows the end: a later one would undo what was learned nearer by
+        settings |= {f"train.{key}": getattr(options, key) for key in ("max_steps", "max_minutes")}
     # keys of diffusers itself begin with an underscore; through JSON tuples become lists, as a checkpoint has them
     return json.loads(json.dumps({key: value for key, value in settings.items() if "._" not in key}, default=str))
 

@@ -44,6 +44,8 @@ class TextEncoder(ModelMixin, ConfigMixin):
         for key in ("vocab_size", "dim", "depth", "heads", "max_length"):
             if self.config[key] < 1:
                 raise ValueError(f"text_encoder.{key} must be at least 1, got {self.config[key]}")
+        if dim % heads:
+            raise ValueError(f"text_encoder.heads must divide text_encoder.dim {dim}, got {heads}")
         self.embedding = TokenEmbedding(vocab_size, dim, max_length)
         self.layers = nn.ModuleList(EncoderLayer(dim, heads, 4 * dim) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)

@@ -98,7 +98,7 @@ class Trainer:
         self.replaced_pictures, self.replaced_in_step = ReplacedPictures(), 0
         self.saved_step: int | None = None
         self.data_then: str | None = None  # the data set of the checkpoint
-        share, tuned = data.options.validation_share, {} if tuning is None else tuning.settings()
+        share, tuned = data.options.validation_share, {} if tuning is None else tuning.settings
         networks = (model.unet, model.text_encoder)
         self.fixed = fixed_settings(options, *networks, objective, validation_share=share, tuning=tuned)
         if resume_from is not None:

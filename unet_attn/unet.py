@@ -16,7 +16,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.models.unets.unet_2d import UNet2DOutput
 from torch import Tensor, nn
 
-from unet_attn.blocks import TimeEmbedding, UNetLayer, group_norm, zero_init
+from unet_attn.blocks import CHANNELS_PER_GROUP, TimeEmbedding, UNetLayer, group_norm, zero_init
 from unet_attn.flow import velocity_from_clean
 from unet_attn.transformer import masked_mean
 
@@ -171,13 +171,22 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
                 f"unet.x_prediction needs as many out_channels as in_channels, got {self.config.out_channels} "
                 f"and {self.config.in_channels}"
             )
-        if min(self.config.block_channels) < 1:
-            raise ValueError(f"unet.block_channels must be above 0, got {list(self.config.block_channels)}")
+        if any(width < 1 or width % CHANNELS_PER_GROUP for width in self.config.block_channels):
+            raise ValueError(
+                f"unet.block_channels must be multiples of {CHANNELS_PER_GROUP}, the channels of a group of the norm, "
+                f"got {list(self.config.block_channels)}"
+            )
         unknown = [level for level in self.config.attention_levels if level not in range(levels)]
         if unknown:
             raise ValueError(
                 f"unet.attention_levels must lie in 0..{levels - 1}, as block_channels has {levels}, got {unknown}"
             )
+        for width in (self.config.block_channels[level] for level in self.config.attention_levels):
+            if width % self.config.dim_head:
+                raise ValueError(
+                    f"unet.dim_head must divide the block_channels of every attention level, got "
+                    f"{self.config.dim_head} and {width}"
+                )
         if self.config.sample_size % self.downsample_factor or self.config.sample_size < 1:
             raise ValueError(
                 f"unet.sample_size (a configuration's data.resolution) must be a multiple of {self.downsample_factor}, "
