@@ -25,12 +25,12 @@ from unet_attn.pipelines.inputs import (
     check_callback_answer,
     check_callback_names,
     check_count,
+    check_eta,
     check_finite,
     check_generators,
     check_guidance_scale,
     check_kind,
     check_negative_prompts,
-    check_number,
     check_output_type,
     check_prompts,
     check_size,
@@ -151,11 +151,8 @@ class SamplingPipeline(PipelineOfParts):
         generator = check_generators(generator, pictures=pictures, device=device)
         scale = self.config.default_guidance_scale if guidance_scale is None else guidance_scale
         self._guidance_scale = check_guidance_scale(scale)
-        step_options = self._step_options(check_number("eta", eta), generator)
-        if self.guidance_scale == 1:
-            given = {"negative_prompt": negative_prompt, "guide_unet": self.guide_unet}
-            for name in (name for name, value in given.items() if value is not None):
-                warnings.warn(f"{name} has no effect at guidance_scale 1", stacklevel=3)
+        step_options = self._step_options(check_eta(eta), generator)
+        self._warn_of_no_guidance(guidance_scale, guidance, negative_prompt)
 
         # a copy, so that nothing a scheduler remembers passes from one call to the next
         scheduler = copy.deepcopy(self.scheduler)
@@ -226,6 +223,8 @@ class SamplingPipeline(PipelineOfParts):
         """
         scheduler, timesteps = job.scheduler, job.scheduler.timesteps
         finite = torch.ones(job.pictures, dtype=torch.bool, device=job.device)
+        if first == 0 and self.config.prediction_type != "flow":
+            _warn_of_clean_start(scheduler)
 
         with self.progress_bar(total=job.steps - first // scheduler.order) as progress:
             for step in range(first, len(timesteps)):
@@ -310,6 +309,24 @@ class SamplingPipeline(PipelineOfParts):
         choice = AttentionChoice() if asked is True else asked
         return AttentionRecorder(self.unet, choice, pictures=shape[0], size=shape[2:], steps=self.num_timesteps)
 
+    def _warn_of_no_guidance(
+        self, scale: float | None, rules: Guidance, negative_prompt: str | Sequence[str] | None
+    ) -> None:
+        """Tell what the caller gave for a guidance that there is not. scale: as given, None for the pipeline's own."""
+        acts = bool(rules.rescale) or rules.is_projected or not rules.is_everywhere
+        given = {"guidance": acts}
+        if self.text_encoder is None and self.guide_unet is None:
+            # scripts give the pipeline's own where their user gave none
+            given["guidance_scale"] = scale not in (None, 1, self.config.default_guidance_scale)
+            reason = "on a model without text, unless it has a guide_unet"
+        elif self.guidance_scale == 1:
+            given |= {"negative_prompt": negative_prompt is not None, "guide_unet": self.guide_unet is not None}
+            reason = "at guidance_scale 1"
+        else:
+            return
+        for name in (name for name, is_given in given.items() if is_given):
+            warnings.warn(f"{name} has no effect {reason}", stacklevel=4)
+
     def _checked_size(self, height: int | None, width: int | None) -> tuple[int, int]:
         size = self.unet.config.sample_size
         return check_size(
@@ -332,6 +349,21 @@ def _forward(unet: ModelMixin, sample: Tensor, timestep: Tensor, text: dict[str,
     # a guide's dtype may be another than the U-Net's, for which the text was encoded
     rows = {name: value.to(unet.dtype) if value.is_floating_point() else value for name, value in text.items()}
     return unet(sample.to(unet.dtype), timestep, **rows).sample.float()
+
+
+def _warn_of_clean_start(scheduler: SchedulerMixin) -> None:
+    """Tell of a first step at which half of a picture should be there already, while sampling has noise alone."""
+    if not hasattr(scheduler, "add_noise"):
+        return  # an inversion begins at a picture
+    timestep = float(scheduler.timesteps[0])
+    alpha = float(scheduler.alphas_cumprod[round(timestep)]) ** 0.5
+    if alpha > 0.5:
+        warnings.warn(
+            f"{type(scheduler).__name__} begins at timestep {timestep:g} of {scheduler.config.num_train_timesteps}, "
+            f"where {alpha:.0%} of a picture is there and not noise alone: "
+            "set timestep_spacing to trailing, or take betas that end in more noise",
+            stacklevel=4,
+        )
 
 
 def _callback_inputs(callback: Callback | None, names: list[str] | None) -> list[str]:

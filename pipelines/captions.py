@@ -1,6 +1,7 @@
 """Captions as the networks see them: tokens, their encoded vectors, and which tokens make up which word."""
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,22 @@ SHOWN = 200  # characters of what was cut off, in a warning
 logger = logging.get_logger(__name__)
 
 UNBOUNDED = 10**6  # transformers writes 1e30 for a tokenizer whose limit is not known
+# models of transformers whose first token stands at position pad_token_id + 1
+POSITIONS_AFTER_PADDING = (
+    "camembert",
+    "data2vec-text",
+    "esm",
+    "ibert",
+    "longformer",
+    "luke",
+    "markuplm",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 
 
 def encode_captions(
@@ -32,7 +49,7 @@ def tokenize(
     captions: list[str], tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin, *, with_places: bool = False
 ) -> BatchEncoding:
     """The captions' tokens, (B, N) each; with_places adds each token's place in its caption, and which are special."""
-    limit = _limit(tokenizer, text_encoder)
+    limit = caption_limit(tokenizer, text_encoder)
     bounds = {"truncation": True, "max_length": limit} if limit < UNBOUNDED else {}
     places = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if with_places else {}
     return tokenizer(captions, padding=True, return_tensors="pt", **bounds, **places)
@@ -40,7 +57,7 @@ def tokenize(
 
 def warn_of_cuts(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> None:
     """Log, in one warning, what of the captions `encode_captions` cuts off."""
-    limit = _limit(tokenizer, text_encoder)
+    limit = caption_limit(tokenizer, text_encoder)
     kept = limit - tokenizer.num_special_tokens_to_add()
     tokens = tokenizer(list(dict.fromkeys(captions)), add_special_tokens=False, verbose=False).input_ids
     cut = [tokenizer.decode(each[kept:]).strip() for each in tokens if len(each) > kept]
@@ -49,11 +66,22 @@ def warn_of_cuts(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_e
         logger.warning(f"only the first {kept} tokens of a prompt are read, this is cut off: {shown}")
 
 
-def _limit(tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> int:
+def caption_limit(tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> int:
     """The most tokens that both hold, special ones included; UNBOUNDED or more where neither has a limit."""
-    pretrained = text_encoder.config.get("model_config") or {}
-    limits = (text_encoder.config.get("max_length"), pretrained.get("max_position_embeddings"))
+    config = text_encoder.config
+    limits = (config.get("max_length"), position_limit(config.get("model_config") or {}))
     return min(tokenizer.model_max_length, *(each or UNBOUNDED for each in limits))
+
+
+def position_limit(model_config: Mapping[str, object]) -> int | None:
+    """The most tokens that a text model of transformers has positions for; None where it has no table of them.
+
+    model_config: its configuration, as `to_dict()` gives it.
+    """
+    rows = model_config.get("max_position_embeddings") or model_config.get("n_positions")
+    if rows and model_config.get("model_type") in POSITIONS_AFTER_PADDING:
+        rows -= (model_config.get("pad_token_id") or 0) + 1
+    return rows
 
 
 class Words(NamedTuple):

@@ -76,6 +76,14 @@ def check_number(name: str, value: float) -> float:
     return float(value)
 
 
+def check_eta(value: float) -> float:
+    """A share of the noise that a step may add (Song et al. 2021, eq. 16): above 1 there is no room for it."""
+    eta = check_number("eta", value)
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta must lie in 0..1, got {value!r}")
+    return eta
+
+
 def check_guidance_scale(value: float, name: str = "guidance_scale") -> float:
     """A number that float32 can weigh two answers with."""
     scale = check_number(name, value)

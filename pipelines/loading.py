@@ -20,6 +20,7 @@ from diffusers.utils import logging
 from transformers import PreTrainedTokenizerBase
 
 from unet_attn.schedulers import scheduler_from_config
+from unet_attn.strict_loading import some_keys
 
 INDEX_NAME = "model_index.json"
 # a class by the name in a saved config. Looked up by name, so that a saved folder's copy of this file stands alone.
@@ -29,7 +30,6 @@ MODEL_MODULES = {
     "PretrainedText": "unet_attn.text_encoder",
 }
 SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-NAMED_AT_MOST = 8  # keys in one message
 
 Model = TypeVar("Model", bound=ModelMixin)
 
@@ -90,23 +90,19 @@ def load_component(
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # what it warns of is an error below, in one line
     try:
-        # without low_cpu_mem_usage: missing weights must be reported, and buffers that are not saved must be made
-        model, report = cls.from_pretrained(
+        # without low_cpu_mem_usage: buffers that are not saved must be made
+        return cls.from_pretrained(
             directory,
             variant=variant,
-            output_loading_info=True,
             low_cpu_mem_usage=False,
             use_safetensors=True,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # so that they are reported with the rest
             **options,
         )
     except (OSError, RuntimeError) as error:
         raise ValueError(f"the weights in {directory} cannot be read: {_one_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
-    _check_report(report, cls, directory)
-    return model
 
 
 def check_format_version(found: int, known: int, where: str | PathLike) -> None:
@@ -195,7 +191,7 @@ def _check_config(config: dict, cls: type[ModelMixin], path: Path) -> None:
         check_format_version(config["format_version"], parameters["format_version"].default, path)
     unknown = [key for key in config if key not in parameters and not key.startswith("_")]
     if unknown:
-        raise ValueError(f"{path} has keys that {cls.__name__} does not know: {_some(unknown)}")
+        raise ValueError(f"{path} has keys that {cls.__name__} does not know: {some_keys(unknown)}")
 
 
 def _check_weight_file(directory: Path, variant: str | None) -> None:
@@ -208,33 +204,12 @@ def _check_weight_file(directory: Path, variant: str | None) -> None:
         raise FileNotFoundError(f"{directory} has no weights{asked}: {single} is missing")
 
 
-def _check_report(report: dict[str, list], cls: type[ModelMixin], directory: Path) -> None:
-    faults = [
-        f"{kind} {_some(keys)}"
-        for kind, keys in (
-            ("missing", report["missing_keys"]),
-            ("unexpected", report["unexpected_keys"]),
-            ("of another shape", [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]),
-        )
-        if keys
-    ]
-    if faults or report["error_msgs"]:
-        details = "; ".join(faults) or _one_line(report["error_msgs"][0])
-        raise ValueError(f"the weights in {directory} are not those of this {cls.__name__}: {details}")
-
-
 def _naming(directory: Path, load: Callable[[], object]) -> object:
     """Run a loader of another library so that its failure names the folder in one line."""
     try:
         return load()
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ValueError(f"{directory} cannot be loaded: {_one_line(error)}") from error
-
-
-def _some(keys: list[str]) -> str:
-    keys = sorted(keys)
-    more = f" and {len(keys) - NAMED_AT_MOST} more" if len(keys) > NAMED_AT_MOST else ""
-    return ", ".join(keys[:NAMED_AT_MOST]) + more
 
 
 def _one_line(error: object) -> str:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from unet_attn.pipelines.inputs import check_count, check_guidance_scale
@@ -40,7 +41,8 @@ class PipelineOfParts(DiffusionPipeline):
     scheduler of another type is refused from then on.
     default_steps, default_guidance_scale: what a call takes that names no num_inference_steps, no guidance_scale. They
     are kept in model_index.json too.
-    Raises ValueError if the parts do not fit each other, or a default is none that a call would take.
+    Raises ValueError if the parts do not fit each other, a weight stands in two places of what is trained, or a default
+    is none that a call would take.
     """
 
     model_cpu_offload_seq = "text_encoder->unet->guide_unet"
@@ -184,6 +186,22 @@ class PipelineOfParts(DiffusionPipeline):
         check_sampling_scheduler(self.scheduler, self.config.prediction_type)
 
 
+def check_unshared(**networks: nn.Module | None) -> None:
+    """Refuse a weight that stands in two places: no file holds it twice, and of two files two weights would come back.
+
+    networks: by the names that a message gives them. Raises ValueError naming both places.
+    """
+    places: dict[int, str] = {}
+    for part, network in networks.items():
+        for name, weight in () if network is None else network.named_parameters(remove_duplicate=False):
+            place = f"{part}.{name}"
+            if places.setdefault(id(weight), place) != place:
+                raise ValueError(
+                    f"{places[id(weight)]} and {place} are one and the same weight, which cannot be saved and loaded "
+                    "again: give each place its own, as copy.deepcopy makes it"
+                )
+
+
 def _checked_defaults(steps: int, guidance_scale: float) -> dict[str, int | float]:
     """Both, as plain numbers for the configuration. How many steps the schedule holds is for the call to check."""
     return {
@@ -214,6 +232,9 @@ def _check_parts(
     found = None if text_encoder is None else text_encoder.output_dim
     if wanted != found:
         raise ValueError(f"the U-Net has context_dim {wanted}, but the text encoder's output_dim is {found}")
+    check_unshared(unet=unet, text_encoder=text_encoder)
+    # what it shares with the U-Net is saved with both, and never trained
+    check_unshared(guide_unet=guide_unet)
     if guide_unet is None:
         return
     for key in ("in_channels", "out_channels", "context_dim"):

@@ -12,10 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from unet_attn.images import load_image, to_tensor
+from unet_attn.pipelines.inputs import check_count
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
 # PNG holds these; load_image then makes of them what it makes of a file, transparency and orientation included
-PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+# the one of those that keeps the transparency of another
+WITH_ALPHA = {"La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
 
 # These reckon their orders from the first of all steps, so that a start at a later one takes wrong coefficients.
 FIRST_STEP_ONLY = ("LMSDiscreteScheduler", "PNDMScheduler")
@@ -29,8 +32,12 @@ def read_pictures(
     pictures: one or a list of files, PIL pictures, arrays (H, W[, C]) of uint8, or of floats in [0, 1] or bools, or
     tensors ([C,] H, W) of floats in [0, 1] or bools; or one array (B, H, W, C) or tensor (B, C, H, W). size: the
     height and width to scale files and PIL pictures to; None leaves a side as it is. name: of the argument, for errors.
-    Raises ValueError if they are of no such kind, or not all of one size, or hold values out of their range.
+    Raises ValueError if they are of no such kind, or not all of one size, or hold values out of their range, or none
+    that is known, as 32-bit pixels do; and for a size that is no whole number of at least 1.
     """
+    for side, wanted in zip(("height", "width"), size, strict=True):
+        if wanted is not None:
+            check_count(side, wanted)
     if isinstance(pictures, np.ndarray | Tensor) and pictures.ndim == 4:
         pictures = list(pictures)
     if not isinstance(pictures, list):
@@ -95,7 +102,7 @@ def _read(picture: Picture, channels: int, size: tuple[int | None, int | None], 
     if isinstance(picture, np.ndarray) and picture.dtype == np.uint8 and picture.ndim in (2, 3):
         picture = Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 and picture.ndim == 3 else picture)
     if isinstance(picture, str | Path | Image.Image):
-        return to_tensor(_resized(load_image(_as_file(picture), channels=channels), size))
+        return to_tensor(_resized(load_image(_as_file(picture, name), channels=channels), size))
     if isinstance(picture, np.ndarray) and picture.dtype.kind in "fb" and picture.ndim in (2, 3):
         picture = torch.from_numpy(np.ascontiguousarray(picture))
         picture = picture if picture.ndim == 2 else rearrange(picture, "h w c -> c h w")
@@ -124,15 +131,28 @@ def _check_axes(picture: Picture, channels: int, name: str) -> None:
         raise ValueError(f"{name} must be an array (H, W, C), got {picture.shape}: a tensor may be (C, H, W)")
 
 
-def _as_file(picture: str | Path | Image.Image) -> str | Path | BytesIO:
+def _as_file(picture: str | Path | Image.Image, name: str) -> str | Path | BytesIO:
     """An open picture as a file, so that load_image, the one decoding function, sees it as it would on the disk."""
     if not isinstance(picture, Image.Image):
         return picture
-    file = BytesIO()
-    (picture if picture.mode in PNG_MODES else picture.convert("RGB")).save(
-        file, "PNG", exif=picture.getexif(), compress_level=0
-    )
+    if picture.mode == "F" or (picture.mode == "I" and not _is_16_bit(picture)):
+        number = "integer" if picture.mode == "I" else "float"
+        raise ValueError(
+            f"{name} has 32-bit {number} pixels, whose range no one knows: give an array of floats in [0, 1]"
+        )
+    file, exif = BytesIO(), picture.getexif()
+    if picture.mode.startswith("I"):
+        picture = picture.convert("I").convert("I;16")  # from I;16B straight on Pillow would clip at 255
+    elif picture.mode not in PNG_MODES:
+        picture = picture.convert(WITH_ALPHA.get(picture.mode, "RGB"))
+    picture.save(file, "PNG", exif=exif, compress_level=0)
     return file
+
+
+def _is_16_bit(picture: Image.Image) -> bool:
+    """Whether a picture of mode I is one of 16 bits, as Pillow had them before it knew I;16."""
+    low, high = picture.getextrema()
+    return picture.format in (None, "PNG", "PPM") and low >= 0 and high <= 65535
 
 
 def _resized(image: Image.Image, size: tuple[int | None, int | None]) -> Image.Image:

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -48,11 +49,13 @@ class NumpySampler:
         guidance_scale: float | None = None,
         negative_prompt: str = "",
     ) -> np.ndarray:
-        """prompts: B, ignored by a model without text; latents: noise (B, C, H, W). Returns (B, H, W, C) in [0, 1].
+        """prompts: B, empty for a model without text; latents: noise (B, C, H, W). Returns (B, H, W, C) in [0, 1].
 
         steps, guidance_scale: None = the numbers that were saved with the pipeline.
-        Raises ValueError if guidance_scale or what the network says is not finite, or steps does not fit.
+        Raises ValueError if guidance_scale or what the network says is not finite, steps does not fit, or a model
+        without text is given a prompt or a negative one. Warns of what has no effect.
         """
+        self.check_guidance(prompts, guidance_scale, negative_prompt)
         steps = self.settings["default_steps"] if steps is None else steps
         guidance_scale = self.settings["default_guidance_scale"] if guidance_scale is None else guidance_scale
         if not math.isfinite(guidance_scale):
@@ -65,6 +68,18 @@ class NumpySampler:
             if not np.isfinite(x).all():  # it would be a black picture
                 raise ValueError(f"the numbers overflow: guidance_scale {guidance_scale} or the model is at fault")
         return (x / 2 + 0.5).clip(0, 1).transpose(0, 2, 3, 1)
+
+    def check_guidance(self, prompts: list[str], guidance_scale: float | None, negative_prompt: str) -> None:
+        """Refuse text for a model without it, and tell of guidance that there is not, as the pipeline does."""
+        own = self.settings["default_guidance_scale"]
+        if self.text_encoder is None:
+            if any(prompts) or negative_prompt:
+                name = "prompt" if any(prompts) else "negative_prompt"
+                raise ValueError(f"this model was trained without text: it takes no {name}")
+            if guidance_scale not in (None, 1, own):
+                warnings.warn("guidance_scale has no effect on a model without text", stacklevel=3)
+        elif negative_prompt and (own if guidance_scale is None else guidance_scale) == 1:
+            warnings.warn("negative_prompt has no effect at guidance_scale 1", stacklevel=3)
 
     def encode(self, captions: list[str]) -> dict[str, np.ndarray]:
         """The U-Net's two text inputs."""
@@ -98,6 +113,11 @@ class NumpySampler:
             times = np.arange(steps)[::-1] * (trained // steps) + schedule["steps_offset"]
         else:
             times = np.round(np.arange(trained, 0, -trained / steps)).astype(int)[:steps] - 1
+        if max(times) >= trained:
+            raise ValueError(
+                f"steps_offset={schedule['steps_offset']} comes to timestep {max(times)} in {steps} steps, "
+                f"and {trained - 1} is the last that was trained: take fewer steps"
+            )
         alphas = [*(schedule["alphas_cumprod"][time] for time in times), schedule["final_alpha_cumprod"]]
         return [(float(time), alpha**0.5, (1 - alpha) ** 0.5) for time, alpha in zip((*times, 0), alphas, strict=True)]
 

@@ -168,11 +168,9 @@ def settings_of(pipeline: "TextToImagePipeline") -> dict[str, object]:  # noqa: 
     unet = pipeline.unet.config
     text = None
     if pipeline.text_encoder is not None:
-        from unet_attn.pipelines.captions import UNBOUNDED
+        from unet_attn.pipelines.captions import caption_limit
 
-        config = pipeline.text_encoder.config
-        limits = (config.get("max_length"), (config.get("model_config") or {}).get("max_position_embeddings"))
-        limit = min(pipeline.tokenizer.model_max_length, *(each or UNBOUNDED for each in limits))
+        limit = caption_limit(pipeline.tokenizer, pipeline.text_encoder)
         text = {"max_length": limit, "pad_id": pipeline.tokenizer.pad_token_id}
     return {
         "prediction_type": pipeline.config.prediction_type,

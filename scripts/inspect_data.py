@@ -20,11 +20,12 @@ import yaml
 from _folder import check_file
 from _inspection_report import as_html, as_json, as_text
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from unet_attn.data import DataOptions
 from unet_attn.faults import printable
 from unet_attn.inspection import MakeTokenizer, inspect
+from unet_attn.pipelines.captions import position_limit
 from unet_attn.pipelines.grid import picture_grid
 from unet_attn.tokenizer import train_tokenizer
 
@@ -80,7 +81,9 @@ def tokenizer_maker(options: Namespace, config: dict[str, Any]) -> MakeTokenizer
         return None
     if text_encoder.get("class_path", "").endswith("PretrainedText"):
         path = text_encoder["init_args"]["path"]
-        return lambda captions: AutoTokenizer.from_pretrained(path, model_max_length=options.tokenizer.max_length)
+        held = position_limit(AutoConfig.from_pretrained(path).to_dict()) or options.tokenizer.max_length
+        limit = min(options.tokenizer.max_length, held)
+        return lambda captions: AutoTokenizer.from_pretrained(path, model_max_length=limit)
     return lambda captions: train_tokenizer(captions, **options.tokenizer.as_dict())
 
 

@@ -34,6 +34,7 @@ from unet_attn.model import TextConditionalUNet
 from unet_attn.model_card import write_model_card
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions, check_start, check_unchanged, fixed_settings
+from unet_attn.pipelines.captions import caption_limit
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.report import write_report
 from unet_attn.text_encoder import PretrainedText, TextEncoder
@@ -303,9 +304,11 @@ def train(arguments: list[str] | None) -> int:
     built = in_turn(accelerator, lambda: build(config, options, resume_from))
     model, data = built.model, built.data
     accelerator.print(data.summary())
-    if model.tokenizer is not None and (cut := describe_captions(data.captions, model.tokenizer).cut):
-        limit = model.tokenizer.model_max_length
-        accelerator.print(f"{cut} captions are longer than {limit} tokens and lose their ends (tokenizer.max_length)")
+    if model.tokenizer is not None:
+        limit = caption_limit(model.tokenizer, model.text_encoder)
+        if cut := describe_captions(data.captions, model.tokenizer, limit=limit).cut:
+            why = "tokenizer.max_length" if limit == model.tokenizer.model_max_length else "what the text model holds"
+            accelerator.print(f"{cut} captions are longer than {limit} tokens and lose their ends ({why})")
     accelerator.print(describe_model(model))
     text = parser.dump(config, skip_unset=False)
     trainer = Trainer(

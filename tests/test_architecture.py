@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIRECTION = """
 attention <- transformer, blocks, convert, diffusers_processor
 attention <- attention_extras <- convert
-transformer, blocks <- unet, text_encoder
+transformer, blocks, strict_loading <- unet, text_encoder
 transformer <- image_transformer <- picture_model <- judge, captioner
 measures <- evaluation, judge, conditioning
 checkpoint, sampler <- picture_model

@@ -377,10 +377,11 @@ def test_the_checkpoint_format_is_what_the_design_says() -> None:
         lambda: SelfAttention2d(32, 5, None),
         lambda: CrossAttention2d(32, 7, 5, None),
         lambda: MultiHeadAttention(32, 0),
+        lambda: MultiHeadAttention(32, None),
     ],
 )
 def test_heads_that_do_not_divide_the_width_are_refused(build) -> None:
-    with pytest.raises(ValueError, match=r"32.*(5|0) heads"):
+    with pytest.raises(ValueError, match=r"32.*(5|0|None) heads"):
         build()
 
 

@@ -58,6 +58,20 @@ def test_heads_that_cannot_share_are_refused(kv_heads: int) -> None:
         ExtendedMultiHeadAttention(25, 6)
 
 
+@pytest.mark.parametrize("heads", [0, None])
+def test_no_heads_and_heads_of_no_width_are_refused(heads: int | None) -> None:
+    with pytest.raises(ValueError, match=f"32 does not divide into {heads} heads"):
+        ExtendedMultiHeadAttention(32, heads)
+    with pytest.raises(ValueError, match=f"must be at least 1, got {heads} and 32"):
+        LinearAttention2d(32, heads)
+    with pytest.raises(ValueError, match=f"heads must be at least 1, got {heads}"):
+        RelativePositionBias2d(heads, reach=2)
+    for module in (ExtendedMultiHeadAttention, LinearAttention2d):
+        with pytest.raises(ValueError, match="must be at least 1, got 4 and 0"):
+            module(32, 4, 0)
+    assert LinearAttention2d(32, 4, None).to_qkv.out_channels == 96
+
+
 def test_qk_norm_bounds_the_scores_whatever_the_size_of_the_input() -> None:
     module = ExtendedMultiHeadAttention(12, 3, qk_norm=True, bias=False)
     x = torch.randn(2, 5, 12)
@@ -185,6 +199,8 @@ def test_the_norm_gives_every_pixel_a_root_mean_square_of_its_scale() -> None:
     assert_close(norm(torch.randn(2, 7, 3, 5)).square().mean(1), torch.ones(2, 3, 5))
     norm.scale.data.fill_(3.0)
     assert_close(norm(torch.randn(2, 7, 3, 5)).square().mean(1), torch.full((2, 3, 5), 9.0))
+    black_and_bright = torch.tensor([0.0, 3e4]).half().expand(1, 7, 1, 2)
+    assert_close(norm.half()(black_and_bright), torch.tensor([0.0, 3.0]).half().expand(1, 7, 1, 2), atol=0.01, rtol=0)
     assert_close(Residual(nn.Identity())(torch.ones(3)), torch.full((3,), 2.0))
 
 

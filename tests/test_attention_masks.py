@@ -157,6 +157,22 @@ def test_a_layer_and_the_mean_over_tokens_refuse_it_too() -> None:
         with pytest.raises(ValueError, match=r"mask must be \(2, 7\), as there are tokens, got shape"):
             masked_mean(KEYS, torch.ones(shape))
     assert_close(masked_mean(KEYS, torch.ones(1, 7)), KEYS.mean(1))
+    for mask in (None, torch.ones(2, 0)):
+        assert torch.equal(masked_mean(KEYS[:, :0], mask), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("memory_tokens", [0, 2])
+def test_nan_in_a_token_that_no_query_may_read_reaches_no_gradient_of_the_extended_module(memory_tokens: int) -> None:
+    module = ExtendedMultiHeadAttention(8, 4, kv_heads=2, qk_norm=True, memory_tokens=memory_tokens)
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1]])
+    for given in (mask, mask[:, None].expand(2, 3, 7), mask[:, None, None].expand(2, 4, 3, 7)):
+        found = []
+        for hidden in (0.0, torch.nan):
+            keys = KEYS.masked_fill(mask[..., None] == 0, hidden)
+            output = module(QUERY, keys, keys, given)
+            found.append((output, *torch.autograd.grad(output.square().sum(), list(module.parameters()))))
+        for clean, spoilt in zip(*found, strict=True):
+            assert clean.isfinite().all() and torch.equal(clean, spoilt)
 
 
 def test_a_bias_that_does_not_fit_is_refused_with_both_shapes() -> None:

@@ -103,6 +103,16 @@ def test_a_limit_that_is_lowered_is_checked_again(folder: Path) -> None:
         start(folder, max_pixels=100)
 
 
+def test_what_was_found_by_another_way_of_reading_is_not_believed(
+    folder: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(folder)
+    decoded.clear()
+    monkeypatch.setattr(data, "READING", data.READING + 1)
+    start(folder)
+    assert len(decoded) == 5
+
+
 def test_a_set_too_large_for_memory_is_checked_once_and_then_only_asked_for_its_files_times(
     folder: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

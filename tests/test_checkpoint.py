@@ -125,6 +125,16 @@ def test_incomplete_checkpoints_do_not_push_complete_ones_out(tmp_path: Path) ->
     assert names(tmp_path) == ["step-000001", "step-000003"]
 
 
+@pytest.mark.parametrize("harm", [cut_weights, lambda path: (path / "ema.safetensors").unlink()])
+def test_checkpoints_that_were_damaged_since_do_not_push_good_ones_out(tmp_path: Path, harm) -> None:
+    save(tmp_path, 4)
+    harm(save(tmp_path, 5))
+    save(tmp_path, 6, keep=2)
+
+    assert names(tmp_path) == ["step-000004", "step-000006"]
+    assert [fault(path) for path in numbered(tmp_path)] == [None, None]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 4, value=1.0)
     path = save(tmp_path, 4, value=9.0)

@@ -25,6 +25,15 @@ def test_the_losses_repeat_whatever_the_batch_and_change_with_the_seed() -> None
     assert (losses != validation_losses(pipeline, pictures(), TEXTS, seed=4)).all()
 
 
+def test_a_text_encoder_of_another_dtype_than_the_unets_is_no_obstacle() -> None:
+    pipeline = tiny_pipeline()
+    expected = validation_losses(pipeline, pictures(), TEXTS, seed=3)
+
+    pipeline.text_encoder.to(torch.bfloat16)
+
+    torch.testing.assert_close(validation_losses(pipeline, pictures(), TEXTS, seed=3), expected, atol=0.05, rtol=0.05)
+
+
 @pytest.mark.parametrize("prediction_type", ["flow", "epsilon", "v_prediction", "sample"])
 def test_a_network_that_knows_the_picture_has_no_loss(prediction_type: str) -> None:
     scheduler = scheduler_for(prediction_type)

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import diffusers
@@ -252,6 +253,57 @@ def test_the_folders_sampler_names_a_picture_by_its_prompt_and_overwrites_no_oth
     (tmp_path / "00003-3.png").write_text("notes")
     assert write_picture(Image.new("RGB", (5, 3)), path).name == "00003-4.png"
     assert Image.open(path).getpixel((0, 0)) == 90 and (tmp_path / "00003-3.png").read_text() == "notes"
+
+
+def small_sampler(monkeypatch: pytest.MonkeyPatch, *, has_text: bool, **schedule: object) -> "NumpySampler":  # noqa: F821
+    """The folder's sampler with networks that answer 0."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from _numpy_sampler import NumpySampler
+    from export import schedule_of
+
+    scheduler = diffusers.DDIMScheduler(**schedule)
+    sampler = NumpySampler.__new__(NumpySampler)
+    sampler.settings = {
+        "default_steps": 2,
+        "default_guidance_scale": 3.0,
+        "prediction_type": "epsilon",
+        "schedule": schedule_of(scheduler, "epsilon"),
+    }
+    sampler.text_encoder = object() if has_text else None
+    sampler.encode = lambda captions: {"encoder_hidden_states": np.zeros((len(captions), 1, 1))}
+    sampler.unet = type("Zeros", (), {"run": lambda self, names, inputs: (np.zeros_like(inputs["sample"]),)})()
+    return sampler
+
+
+def test_the_folders_sampler_tells_of_guidance_that_there_is_not_and_refuses_text_for_a_model_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    latents = np.zeros((1, 3, 4, 4), np.float32)
+    plain, told = (small_sampler(monkeypatch, has_text=has_text) for has_text in (False, True))
+    for options, name in (
+        ({"prompts": ["a"]}, "prompt"),
+        ({"prompts": [""], "negative_prompt": "a"}, "negative_prompt"),
+    ):
+        with pytest.raises(ValueError, match=f"trained without text: it takes no {name}$"):
+            plain.sample(latents=latents, **options)
+    with pytest.warns(UserWarning, match="guidance_scale has no effect on a model without text"):
+        plain.sample([""], latents, guidance_scale=7.0)
+    with pytest.warns(UserWarning, match="negative_prompt has no effect at guidance_scale 1"):
+        told.sample(["a"], latents, guidance_scale=1.0, negative_prompt="b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for scale in (None, 1.0, 3.0):
+            plain.sample([""], latents, guidance_scale=scale)
+            told.sample(["a"], latents, guidance_scale=scale)
+        told.sample(["a"], latents, negative_prompt="b")
+
+
+def test_the_folders_sampler_refuses_an_offset_past_the_last_trained_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = small_sampler(monkeypatch, has_text=False, num_train_timesteps=20, steps_offset=1)
+    with pytest.raises(ValueError, match=r"steps_offset=1 comes to timestep 20 in 20 steps, and 19 is .* trained"):
+        sampler.noise_levels(20)
+    assert [time for time, _, _ in sampler.noise_levels(10)] == [*range(19, 0, -2), 0]
 
 
 def test_the_settings_have_the_pipelines_own_numbers_and_a_scheduler_that_the_sampler_lacks_is_refused(

@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import pytest
 import torch
@@ -142,7 +143,9 @@ def test_each_rule_changes_the_picture_and_leaves_scale_one_alone(rules):
         ).images
 
     assert (picture(5.0, guidance=rules) - picture(5.0)).abs().max() > 1e-4
-    assert torch.equal(picture(1.0, guidance=rules), picture(1.0))
+    with pytest.warns(UserWarning, match="^guidance has no effect at guidance_scale 1$"):
+        unguided = picture(1.0, guidance=rules)
+    assert torch.equal(unguided, picture(1.0))
 
 
 def test_momentum_does_not_pass_from_one_call_to_the_next():
@@ -188,6 +191,27 @@ def test_a_guide_works_without_text_and_is_saved_and_loaded(tmp_path):
     loaded = TextToImagePipeline.from_pretrained(tmp_path)
     assert torch.equal(loaded(generator=seeds(1), **options).images, expected)
     assert TextToImagePipeline.from_pipe(loaded).guide_unet is loaded.guide_unet
+
+
+def test_what_is_given_for_the_guidance_of_a_model_that_has_none_is_told_of():
+    pipe = tiny_unconditional()
+    options = {"num_inference_steps": 1, "output_type": "pt"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = pipe(generator=seeds(1), **options).images
+        for scale in (1, 3.0):  # 3 is the pipeline's own, which scripts give where their user gave none
+            pipe(guidance_scale=scale, guidance=Guidance(), **options)
+        TextToImagePipeline.from_pipe(pipe, guide_unet=pipe.unet)(guidance_scale=7.0, **options)
+    for name, value in (
+        ("guidance_scale", 7.0),
+        ("guidance", Guidance(rescale=0.5)),
+        ("guidance", Guidance(momentum=0.1)),
+    ):
+        with pytest.warns(
+            UserWarning, match=f"^{name} has no effect on a model without text, unless it has a guide_un"
+        ):
+            found = pipe(generator=seeds(1), **{name: value}, **options).images
+        assert torch.equal(found, expected)
 
 
 def test_a_guide_that_does_not_fit_is_refused_at_construction():

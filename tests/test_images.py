@@ -2,6 +2,8 @@
 
 import io
 import os
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +80,37 @@ def test_a_transparent_colour_of_a_png_shows_the_background(mode: str, key: obje
     pixels = decoded(buffer.getvalue(), background="#0000ff")
     assert tuple(pixels[1, 1]) == (0, 0, 255)
     assert tuple(pixels[0, 0]) == (other if mode == "RGB" else (9, 9, 9) if mode == "L" else (20, 20, 20))
+
+
+def png(depth: int, colour_type: int, row: bytes, transparent: bytes) -> bytes:
+    """A picture of one row of pixels, with a transparent colour."""
+    width = 8 * len(row) // (depth * (3 if colour_type == 2 else 1))
+    head = struct.pack(">IIBBBBB", width, 1, depth, colour_type, 0, 0, 0)
+    parts = [(b"IHDR", head), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")]
+    chunks = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize(
+    ("depth", "colour_type", "row", "transparent", "expected"),
+    [
+        (1, 0, [0b01010101], [0], [9, 255] * 4),
+        (2, 0, [0b00011011], [1], [0, 9, 170, 255]),
+        (2, 0, [0b00011011], [5], [0, 9, 170, 255]),  # higher bits are to be ignored
+        (4, 0, [0x05, 0xAF], [5], [0, 9, 170, 255]),
+        (8, 0, [5, 85], [5], [9, 85]),
+        (16, 0, [0, 0, 0x55, 0x55], [0x5555], [0, 9]),
+        (16, 2, [0, 0, 19, 136, 0, 0, 0, 0, 20, 136, 0, 0], [0, 5000, 0], [(9, 9, 9), (0, 20, 0)]),
+    ],
+)
+def test_the_transparent_colour_of_a_png_is_understood_in_every_depth(
+    depth: int, colour_type: int, row: list[int], transparent: list[int], expected: list
+) -> None:
+    data = png(depth, colour_type, bytes(row), struct.pack(f">{len(transparent)}H", *transparent))
+    pixels = decoded(data, background="#090909")
+    np.testing.assert_array_equal(pixels[0], [value if isinstance(value, tuple) else [value] * 3 for value in expected])
 
 
 def test_cmyk_becomes_the_colour_that_was_meant() -> None:
@@ -175,6 +208,69 @@ def test_a_jpeg_whose_end_was_never_written_is_named(tmp_path: Path) -> None:
     path.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
     with pytest.raises(ImageError, match=r"half\.jpg.*its end is zeros"):
         load_image(path)
+
+
+HALF_WRITTEN = [
+    ("MPO", "RGB", {"save_all": True, "append_images": [Image.new("RGB", (16, 16))]}),
+    ("WEBP", "RGB", {}),
+    ("WEBP", "RGBA", {}),
+    ("WEBP", "RGB", {"lossless": True}),
+    ("AVIF", "RGB", {}),
+]
+
+
+@pytest.mark.parametrize("kept", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(("kind", "mode", "options"), HALF_WRITTEN)
+def test_no_format_whose_end_was_never_written_is_read_as_grey_or_garbage(
+    kind: str, mode: str, options: dict, kept: float
+) -> None:
+    image = noise_picture(89, 97, mode)
+    if mode == "RGBA":
+        image.putpixel((0, 0), (0, 0, 0, 0))  # else the file has no transparency
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    data = buffer.getvalue()
+    np.testing.assert_array_equal(decoded(data + bytes(500)), decoded(data))  # zeros behind a whole picture
+    with pytest.raises(ImageError, match="its end is zeros"):
+        decoded(data[: int(kept * len(data))].ljust(len(data), b"\0"))
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize(
+    ("above", "options", "zeros"),
+    [
+        ("black", {"method": 4}, 64),
+        ("noise", {"method": 0}, 5000),
+        ("ramp", {"lossless": True, "method": 0}, 20000),
+    ],
+)
+def test_a_whole_webp_that_ends_in_zeros_is_read(above: str, options: dict, zeros: int, moving: bool) -> None:
+    pixels = np.zeros((1024, 1024, 3) if above == "black" else (512, 512, 3), np.uint8)
+    if above == "noise":
+        pixels[:128] = np.random.default_rng(0).integers(0, 256, (128, 512, 3))
+    elif above == "ramp":
+        pixels[:128] = (np.add.outer(np.arange(128), np.arange(512)) % 256)[..., None]
+    image = Image.fromarray(pixels)
+    buffer = io.BytesIO()
+    frames = {"save_all": True, "append_images": [image.rotate(180)], "minimize_size": False} if moving else {}
+    image.save(buffer, "WEBP", **options, **frames)
+    data = buffer.getvalue()
+    assert bytes(zeros) in data and (moving or not any(data[-zeros:]))
+    for whole in (data, data + bytes(500)):
+        np.testing.assert_allclose(decoded(whole)[140:], 0, atol=3)
+
+
+def test_metadata_that_end_in_zeros_do_not_make_a_whole_avif_damaged() -> None:
+    exif = b"MM\0*\0\0\0\x08\0\0\0\0\0\0" + b"padded" + bytes(200)
+    buffer = io.BytesIO()
+    noise_picture(31, 17).save(buffer, "AVIF", exif=exif)
+    data = buffer.getvalue()
+    begin = data.index(exif) - 4  # with the offset of its header
+    assert data.count(struct.pack(">I", begin)) == 1
+    item = data[begin : begin + 4 + len(exif)]
+    moved = data.replace(struct.pack(">I", begin), struct.pack(">I", len(data) + 8))  # as programs that put it last
+    moved += struct.pack(">I", 8 + len(item)) + b"mdat" + item
+    np.testing.assert_array_equal(decoded(moved), decoded(data))
 
 
 @pytest.mark.parametrize(

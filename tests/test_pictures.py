@@ -70,6 +70,48 @@ def test_an_open_picture_is_read_as_its_file(mode, tmp_path):
     assert_close(read_pictures(image, **BARE)[0], expected, rtol=0, atol=0.05 if mode == "YCbCr" else 0)
 
 
+def test_what_an_open_picture_hides_stays_hidden_in_every_mode_with_transparency():
+    square = np.zeros((2, 3, 4), np.uint8)
+    square[..., 1] = 255  # green under an alpha of 0, and of 128 in one pixel
+    square[0, 1, 3] = 128
+    plain = Image.fromarray(square)
+    expected = read_pictures(plain, **BARE)
+    assert expected[0, :, 1, 1].tolist() == [1, 1, 1]
+    assert_close(expected[0, :, 0, 1], torch.tensor([127, 255, 127]) / 127.5 - 1)
+    paletted = plain.convert("RGB").quantize(4).convert("PA")
+    paletted.putalpha(plain.getchannel("A"))
+    grey = plain.convert("LA")
+    assert (paletted.mode, grey.mode) == ("PA", "LA")
+    for given, like in ((plain.convert("RGBa"), plain), (paletted, plain), (grey.convert("La"), grey)):
+        assert_close(read_pictures(given, **BARE), read_pictures(like, **BARE), rtol=0, atol=0.02)
+
+
+def test_sixteen_bits_are_read_alike_in_every_mode_and_pixels_of_no_known_range_refused():
+    numbers = np.array([[30000, 65535, 0]], np.uint16)
+    expected = torch.tensor([117, 255, 0]) / 127.5 - 1
+    big = Image.frombytes("I;16B", (3, 1), numbers.astype(">u2").tobytes())
+    old = Image.fromarray(numbers.astype(np.int32))
+    assert (big.mode, old.mode) == ("I;16B", "I")
+    for image in (Image.fromarray(numbers), big, old):
+        assert_close(read_pictures(image, channels=1, size=(None, None))[0, 0, 0], expected)
+    tiff = BytesIO()
+    old.save(tiff, "TIFF")
+    for image, number in (
+        (Image.fromarray(np.full((2, 3), 0.5, np.float32)), "float"),
+        (Image.fromarray(np.full((2, 3), 65536, np.int32)), "integer"),
+        (Image.fromarray(np.full((2, 3), -1, np.int32)), "integer"),
+        (Image.open(tiff), "integer"),
+    ):
+        with pytest.raises(ValueError, match=f"mask_image has 32-bit {number} pixels, whose range no one knows: give"):
+            read_pictures(image, channels=1, size=(None, None), name="mask_image")
+
+
+@pytest.mark.parametrize(("size", "said"), [((8.0, 8), "height .* got 8.0"), ((8, 0), "width .* got 0")])
+def test_a_size_that_nothing_can_be_scaled_to_is_refused_by_name(size, said):
+    with pytest.raises(ValueError, match=said.replace(".*", "must be a whole number of at least 1,")):
+        read_pictures(Image.fromarray(pixels(12, 12)), channels=3, size=size)
+
+
 def test_the_orientation_of_a_photograph_is_heeded():
     file, exif = BytesIO(), Image.Exif()
     exif[0x0112] = 6

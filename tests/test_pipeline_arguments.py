@@ -1,9 +1,12 @@
 """Arguments and parts that do not fit: refused in one line before any compute, or told of."""
 
 import logging
+import warnings
 
+import diffusers
 import pytest
 import torch
+from diffusers import DDIMInverseScheduler, DDIMScheduler, DPMSolverMultistepScheduler
 from pipeline_parts import (
     CAPTIONS,
     quiet,
@@ -18,8 +21,10 @@ from pipeline_parts import (
 from torch.testing import assert_close
 
 from unet_attn.pipelines.attention_maps import AttentionChoice
+from unet_attn.pipelines.image_to_image import ImageToImagePipeline
 from unet_attn.pipelines.interpolate import InterpolationPipeline
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.schedulers import set_timesteps
 
 OPTIONS = {"num_inference_steps": 2, "output_type": "pt"}
 
@@ -79,6 +84,51 @@ def test_a_tuple_of_generators_is_a_list_of_them():
     pipe = tiny_pipeline()
     found, expected = (pipe(CAPTIONS[:2], generator=kind(seeds(1, 2)), **OPTIONS).images for kind in (tuple, list))
     assert torch.equal(found, expected)
+
+
+# --- schedules that do not fit the number of steps
+
+
+@pytest.mark.parametrize("name", ["DDIM", "DDPM", "EulerDiscrete", "DDIMInverse"])
+def test_an_offset_that_leads_past_the_last_trained_step_is_refused_before_any_compute(name):
+    settings = {"num_train_timesteps": 20, "steps_offset": 1, "timestep_spacing": "leading"}
+    pipe = stub_pipeline("epsilon")
+    pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(pipe.scheduler.config, **settings)
+    with pytest.raises(
+        ValueError,
+        match=f"^{name}Scheduler with steps_offset=1 comes to timestep 20 in 20 steps, and 19 is .* set steps_off",
+    ):
+        pipe(num_inference_steps=20)
+    assert pipe.unet.calls == []
+    pipe(num_inference_steps=10)
+    assert [int(call[1]) for call in pipe.unet.calls] == list(
+        range(1, 20, 2) if "Inverse" in name else range(19, 0, -2)
+    )
+
+
+def test_the_offset_of_a_flow_is_none_of_its_times():
+    scheduler = DPMSolverMultistepScheduler.from_config(scheduler_for("flow").config, steps_offset=1)
+    set_timesteps(scheduler, 1000)
+    assert float(scheduler.timesteps.max()) >= 999
+
+
+def test_a_start_at_which_half_of_the_picture_should_be_there_is_told_of():
+    pipe, cosine = stub_pipeline("epsilon"), {"beta_schedule": "squaredcos_cap_v2"}
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, num_train_timesteps=40, **cosine)
+    said = (
+        "^DDIMScheduler begins at timestep 24 of 40, where 55% of a picture is there and not noise alone: set timestep"
+    )
+    with pytest.warns(UserWarning, match=said):
+        pipe(num_inference_steps=25)
+    change, image = ImageToImagePipeline.from_pipe(pipe), torch.zeros(3, 12, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        change(None, image, strength=0.5, num_inference_steps=25)  # which begins at the picture
+        pipe(num_inference_steps=20)
+        pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, timestep_spacing="trailing")
+        pipe(num_inference_steps=25)
+        pipe.scheduler = DDIMInverseScheduler.from_config(pipe.scheduler.config)
+        pipe(num_inference_steps=25)
 
 
 # --- prompts that are too long

@@ -188,6 +188,8 @@ def test_a_stream_says_what_it_is_and_refuses_what_it_cannot_do(saved: Path) -> 
     images = images_in(saved / "one", streaming=True)
     assert images.summary().startswith("7 pictures streamed from")
     assert images.captions == [[f"number {i}"] for i in (0, 2, 3, 4, 5, 6)]
+    assert images.summary().endswith("\n1 of the first 7 rows has no caption: it trains the empty caption")
+    assert "no caption" not in images_in(saved / "one", streaming=True, text_column="several").summary()
     with pytest.raises(DataError, match=r"7 pictures, fewer than train.batch_size 8"):
         images.check_batch_size(8)
     with pytest.raises(DataError, match=r"none of the first 7 rows .* no column caption"):

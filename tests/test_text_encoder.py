@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import BertConfig, BertModel
+from transformers import BartConfig, BartModel, BertConfig, BertModel, PreTrainedModel, T5Config, T5Model
 
+from unet_attn.pipelines.loading import load_component
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 
 
@@ -84,3 +85,45 @@ def test_a_saved_pretrained_encoder_loads_where_its_source_is_gone(bert_folder, 
     loaded = PretrainedText.from_pretrained(tmp_path / "saved")
     ids = torch.randint(0, 31, (1, 4))
     assert_close(loaded(ids).last_hidden_state, encoder(ids).last_hidden_state, atol=1e-5, rtol=1e-5)
+
+
+def test_the_dtype_is_the_default_or_the_one_asked_for_and_never_that_of_the_folder(bert_folder, tmp_path) -> None:
+    BertModel.from_pretrained(bert_folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    encoder = PretrainedText(str(tmp_path / "half"))
+    expected = BertModel.from_pretrained(bert_folder).embeddings.word_embeddings.weight.bfloat16().float()
+    assert torch.equal(encoder.model.embeddings.word_embeddings.weight, expected)
+    assert encoder(torch.tensor([[3, 5]])).last_hidden_state.dtype == torch.float32
+
+    encoder.bfloat16().save_pretrained(tmp_path / "saved")
+    for asked, found in ((None, torch.float32), (torch.float16, torch.float16)):
+        loaded = PretrainedText.from_pretrained(tmp_path / "saved", dtype=asked)
+        strict = load_component(PretrainedText, tmp_path / "saved", dtype=asked)
+        assert {weight.dtype for each in (loaded, strict) for weight in each.parameters()} == {found}
+    # what an earlier release noted of the source
+    noted = PretrainedText("", encoder.config.model_config | {"dtype": "bfloat16"})
+    assert noted.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_of_an_encoder_with_a_decoder_the_encoder_is_taken_saved_and_loaded(kind: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = encoder_decoder(kind).eval()
+    model.save_pretrained(tmp_path / kind)
+    ids, mask = torch.randint(3, 31, (2, 5)), torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])
+    expected = model.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    encoder = PretrainedText(str(tmp_path / kind))
+    encoder.save_pretrained(tmp_path / "saved")
+
+    assert encoder.output_dim == 8 and not any("decoder" in name for name, _ in encoder.named_parameters())
+    loaded = [PretrainedText.from_pretrained(tmp_path / "saved", low_cpu_mem_usage=lean) for lean in (True, False)]
+    for each in (encoder, *loaded):
+        assert_close(each(ids, mask).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+
+
+def encoder_decoder(kind: str) -> PreTrainedModel:
+    """One whose encoder and decoder have one embedding."""
+    if kind == "t5":
+        return T5Model(T5Config(vocab_size=31, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+    sides = {f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("attention_heads", "ffn_dim", "layers")}
+    return BartModel(BartConfig(vocab_size=31, d_model=8, max_position_embeddings=20, **sides))

@@ -9,8 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 import yaml
 from tiny_config import write_config
+from transformers import RobertaConfig, RobertaModel
+
+from unet_attn.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "train.py"
@@ -154,6 +158,30 @@ def test_resuming_takes_the_tokenizer_of_the_checkpoint(script: ModuleType, conf
     ]
     assert saved[0].read_text() == saved[1].read_text()
     assert len(metrics(tmp_path / "run")) == 3
+
+
+def test_a_text_model_in_half_precision_trains_and_the_captions_that_it_cuts_are_counted(
+    script: ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = train_tokenizer(["red thing"], vocab_size=300, max_length=16)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    shape = RobertaConfig(max_position_embeddings=6, **ids, **sizes)
+    RobertaModel(shape).to(torch.bfloat16).save_pretrained(tmp_path / "text")
+    tokenizer.save_pretrained(tmp_path / "text")
+    values = yaml.safe_load(config.read_text())
+    values["text_encoder"] = {
+        "class_path": "unet_attn.text_encoder.PretrainedText",
+        "init_args": {"path": str(tmp_path / "text")},
+    }
+    config.write_text(yaml.safe_dump(values))
+
+    assert script.main(["--config", str(config), "--train.max_steps", "2"]) == 0
+
+    assert (
+        "13 captions are longer than 5 tokens and lose their ends (what the text model holds)"
+        in capsys.readouterr().out
+    )
 
 
 def test_text_encoder_null_trains_without_captions(script: ModuleType, config: Path, tmp_path: Path) -> None:

@@ -61,11 +61,11 @@ def test_x_prediction_answers_with_the_velocity_to_the_picture_of_the_last_layer
     assert predicting(sample, 0, text).sample.isfinite().all()
 
 
-@pytest.mark.parametrize("size", [(17, 16), (16, 23), (1, 8), (20, 18)])
+@pytest.mark.parametrize("size", [(17, 16), (16, 23), (1, 8), (20, 18), (0, 16), (16, 0)])
 def test_a_size_that_does_not_fit_is_refused_before_any_compute(size: tuple[int, int]) -> None:
     unet = tiny_unet(patch_size=2)
     unet.conv_in.register_forward_hook(lambda *_: pytest.fail("computed before checking"))
-    with pytest.raises(ValueError, match="must be a multiple of 4, got"):
+    with pytest.raises(ValueError, match="must be a positive multiple of 4, got"):
         unet(torch.zeros(1, 2, *size), 0)
 
 
@@ -128,14 +128,35 @@ def test_pooled_text_reaches_networks_without_any_attention() -> None:
     [
         (None, None, "context_dim=5: give it encoder_hidden_states"),
         (torch.zeros(1, 7, 4), None, r"\(B, N, 5\), got \(1, 7, 4\)"),
-        (torch.zeros(1, 7, 5), torch.ones(1, 5), "for 5 tokens, but there are 7"),
-        (torch.zeros(1, 7, 5), torch.ones(1, 7, 7), r"must be \(B, N\) or \(B, 1, N\), got \(1, 7, 7\)"),
+        (torch.zeros(2, 7, 5), torch.ones(2, 5), "for 5 tokens, but there are 7"),
+        (torch.zeros(2, 7, 5), torch.ones(1, 7, 7), r"must be \(B, N\) or \(B, 1, N\), got \(1, 7, 7\)"),
         (torch.zeros(1, 7, 5), torch.zeros(1, 1, 7), r"\(B, 1, N\) must be bool or whole numbers"),
+        (torch.zeros(4, 7, 5), None, r"of the sample's batch, \(2, N, 5\), got \(4, 7, 5\)"),
+        (torch.zeros(1, 7, 5), torch.ones(1, 7), r"of the sample's batch, \(2, N, 5\), got \(1, 7, 5\)"),
+        (torch.zeros(2, 7, 5), torch.ones(3, 7), r"a row for each sample, \(2, N\), or one for all, got \(3, 7\)"),
+        (torch.zeros(2, 7, 5), torch.ones(3, 1, 7).bool(), r"\(2, N\), or one for all, got \(3, 7\)"),
     ],
 )
-def test_text_that_does_not_fit_is_refused(text, mask, message: str) -> None:
+def test_text_that_does_not_fit_is_refused_before_any_compute(text, mask, message: str) -> None:
+    unet = tiny_unet(context_dim=5)
+    unet.conv_in.register_forward_hook(lambda *_: pytest.fail("computed before checking"))
     with pytest.raises(ValueError, match=message):
-        tiny_unet(context_dim=5)(torch.zeros(1, 2, 16, 16), 0, text, mask)
+        unet(torch.zeros(2, 2, 16, 16), 0, text, mask)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_timesteps_are_one_or_one_for_each_sample(count: int) -> None:
+    with pytest.raises(ValueError, match=rf"one for each sample, \(2,\), got \({count},\)"):
+        tiny_unet()(torch.zeros(2, 2, 16, 16), torch.zeros(count))
+
+
+def test_a_text_of_no_tokens_is_one_of_which_none_may_be_read() -> None:
+    unet, sample, text = tiny_unet(context_dim=5), torch.randn(2, 2, 8, 8), torch.randn(2, 3, 5)
+    expected = unet(sample, 10, text, torch.zeros(2, 3)).sample
+    for mask in (None, torch.ones(2, 0)):
+        found = unet(sample, 10, text[:, :0], mask).sample
+        assert found.isfinite().all()
+        assert_close(found, expected)
 
 
 def test_text_given_to_a_network_without_text_is_refused() -> None:

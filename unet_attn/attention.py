@@ -220,7 +220,7 @@ def _hide_masked_keys(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor,
     return key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0), spoilt
 
 
-def _hide_unread_tokens(tokens: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
+def hide_unread_tokens(tokens: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
     """Zeroes the tokens that no query may attend to, before a projection whose weights' gradient would read them.
 
     tokens: (B, Nk, D); query: (B, heads, Nq, d); mask: as in multi_head_attention. Raises ValueError where it misfits.
@@ -233,16 +233,16 @@ def _hide_unread_tokens(tokens: Tensor, mask: Tensor | None, query: Tensor) -> T
 
 def _check_divisible(dim: int, heads: int) -> int:
     """Returns dim // heads."""
-    if heads < 1 or dim % heads:
+    if not heads or heads < 1 or dim % heads:
         raise ValueError(f"a width of {dim} does not divide into {heads} heads")
     return dim // heads
 
 
-def _head_width(dim: int, heads: int, dim_head: int | None) -> int:
+def head_width(dim: int, heads: int, dim_head: int | None) -> int:
     """dim_head, or an equal share of dim where it is None."""
     if dim_head is None:
         return _check_divisible(dim, heads)
-    if heads < 1 or dim_head < 1:
+    if not heads or heads < 1 or dim_head < 1:
         raise ValueError(f"heads and dim_head must be at least 1, got {heads} and {dim_head}")
     return dim_head
 
@@ -280,7 +280,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        dim_head = _head_width(dim, heads, dim_head)
+        dim_head = head_width(dim, heads, dim_head)
         context_dim = dim if context_dim is None else context_dim
         self.heads = heads
         self.dropout = dropout
@@ -298,7 +298,7 @@ class MultiHeadAttention(nn.Module):
         """
         check_equal("batch size", 0, query, key, value)
         query = split_heads(self.to_q(query), self.heads)
-        key, value = (_hide_unread_tokens(x, mask, query) for x in (key, value))
+        key, value = (hide_unread_tokens(x, mask, query) for x in (key, value))
         key, value = split_heads(self.to_k(key), self.heads), split_heads(self.to_v(value), self.heads)
         dropout_p = self.dropout if self.training else 0.0
         if not return_weights:
@@ -327,7 +327,7 @@ class SelfAttention2d(nn.Module):
 
     def __init__(self, dim: int, heads: int = 4, dim_head: int | None = 32) -> None:
         super().__init__()
-        dim_head = _head_width(dim, heads, dim_head)
+        dim_head = head_width(dim, heads, dim_head)
         self.heads = heads
         self.to_qkv = PixelProjection(dim, 3 * heads * dim_head)
         self.to_out = nn.Conv2d(heads * dim_head, dim, 1)
@@ -348,7 +348,7 @@ class CrossAttention2d(nn.Module):
 
     def __init__(self, dim: int, context_dim: int, heads: int = 4, dim_head: int | None = 32) -> None:
         super().__init__()
-        dim_head = _head_width(dim, heads, dim_head)
+        dim_head = head_width(dim, heads, dim_head)
         self.heads = heads
         self.to_q = PixelProjection(dim, heads * dim_head)
         self.to_kv = nn.Linear(context_dim, 2 * heads * dim_head, bias=False)
@@ -365,7 +365,7 @@ class CrossAttention2d(nn.Module):
         if x.shape[0] != context.shape[0]:
             raise ValueError(f"map and context must have one batch size, got {x.shape[0]} and {context.shape[0]}")
         query = rearrange(self.to_q(x), "b (heads d) h w -> b heads (h w) d", heads=self.heads)
-        context = _hide_unread_tokens(context, context_mask, query)
+        context = hide_unread_tokens(context, context_mask, query)
         key, value = (split_heads(each, self.heads) for each in self.to_kv(context).chunk(2, dim=-1))
         attended = (query, key, value, context_mask)
         output, weights = _weighed(*attended) if return_weights else (_fused(*attended), None)

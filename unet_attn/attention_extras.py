@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unet_attn.attention import attention, check_equal, multi_head_attention
+from unet_attn.attention import attention, check_equal, head_width, hide_unread_tokens, multi_head_attention
 
 
 def attention_in_chunks(
@@ -67,9 +67,7 @@ class ExtendedMultiHeadAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if dim_head is None and dim % heads:
-            raise ValueError(f"a width of {dim} does not divide into {heads} heads")
-        dim_head = dim // heads if dim_head is None else dim_head
+        dim_head = head_width(dim, heads, dim_head)
         context_dim = dim if context_dim is None else context_dim
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
@@ -104,6 +102,7 @@ class ExtendedMultiHeadAttention(nn.Module):
         """
         check_equal("batch size", 0, query, key, value)
         query = self.norm_q(rearrange(self.to_q(query), "b n (heads d) -> b n heads d", heads=self.heads))
+        key, value = (hide_unread_tokens(x, mask, query.transpose(1, 2)) for x in (key, value))
         key = self.norm_k(rearrange(self.to_k(key), "b n (heads d) -> b n heads d", heads=self.kv_heads))
         value = rearrange(self.to_v(value), "b n (heads d) -> b n heads d", heads=self.kv_heads)
 
@@ -191,6 +190,8 @@ class RelativePositionBias2d(nn.Module):
 
     def __init__(self, heads: int, reach: int) -> None:
         super().__init__()
+        if not heads or heads < 1:
+            raise ValueError(f"heads must be at least 1, got {heads}")
         if reach < 1:
             raise ValueError(f"reach must be at least 1 pixel, got {reach}")
         self.reach = reach
@@ -237,8 +238,9 @@ class LinearAttention2d(nn.Module):
     the exact attention: weights trained for one do not serve the other.
     """
 
-    def __init__(self, dim: int, heads: int = 4, dim_head: int = 32) -> None:
+    def __init__(self, dim: int, heads: int = 4, dim_head: int | None = 32) -> None:
         super().__init__()
+        dim_head = head_width(dim, heads, dim_head)
         self.heads = heads
         self.to_qkv = nn.Conv2d(dim, 3 * heads * dim_head, 1, bias=False)
         self.to_out = nn.Conv2d(heads * dim_head, dim, 1)
@@ -262,7 +264,9 @@ class RMSNorm2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, C, H, W). Returns (B, C, H, W)."""
-        return F.normalize(x, dim=1) * (self.scale * x.shape[1] ** 0.5)[:, None, None]
+        # in float16 the least length that it divides by would be 0, and a long pixel's square infinite
+        unit = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1).to(x.dtype)
+        return unit * (self.scale * x.shape[1] ** 0.5)[:, None, None]
 
 
 class Residual(nn.Module):

@@ -136,6 +136,17 @@ def step_of(path: Path) -> int:
 
 def fault(path: Path) -> str | None:
     """What is wrong with the checkpoint folder `path`: None if every file is there with the size and hash it had."""
+    reason = _fault_of_sizes(path)
+    if reason is not None:
+        return reason
+    for name, entry in _listed(path).items():
+        if _hash(path / name) != entry["sha256"]:
+            return f"the contents of {name} are not what was written"
+    return None
+
+
+def _fault_of_sizes(path: Path) -> str | None:
+    """What is wrong with the checkpoint folder `path` that shows without its files being read."""
     if not path.is_dir():
         return "there is no such folder"
     try:
@@ -146,14 +157,12 @@ def fault(path: Path) -> str | None:
         return f"its {MANIFEST} cannot be read"
     if not files:
         return f"its {MANIFEST} lists no files"
-    for name, (size, digest) in files.items():
+    for name, (size, _) in files.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes where {size} were written"
-        if _hash(file) != digest:
-            return f"the contents of {name} are not what was written"
     return None
 
 
@@ -224,10 +233,13 @@ def _replace(partial: Path, final: Path) -> None:
 
 
 def _prune(newest: Path, keep: int) -> None:
-    """Of the checkpoints up to `newest`, leave the last `keep` that were finished; `newest` always stays."""
+    """Of the checkpoints up to `newest`, leave the last `keep` whose files have the size that was written.
+
+    `newest` always stays. Contents are not hashed, which would take as long as writing them.
+    """
     folders = numbered(newest.parent)
     candidates = folders[: folders.index(newest) + 1]
-    kept = [path for path in candidates if (path / MANIFEST).exists()][-max(1, keep) :]
+    kept = [path for path in candidates if path == newest or _fault_of_sizes(path) is None][-max(1, keep) :]
     for path in candidates:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)

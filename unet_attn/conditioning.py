@@ -95,6 +95,7 @@ def validation_losses(
             if pipeline.text_encoder is not None:
                 batch = list(captions[first : first + batch_size])
                 text, mask = encode_captions(batch, pipeline.tokenizer, pipeline.text_encoder)
+                text = text.to(dtype)
             at_times = []
             for time in times:
                 t = time.to(device).expand(len(clean))

@@ -20,7 +20,7 @@ from unet_attn.cache import CheckCache, Checked, stamp
 from unet_attn.checking import ReplacedPictures, check_pictures
 from unet_attn.data_options import DataOptions
 from unet_attn.faults import DataError, Fault, counted, printable, shown, write_faults
-from unet_attn.images import ImageError, fitted_size, load_image, resize_and_crop, to_tensor
+from unet_attn.images import READING, ImageError, fitted_size, load_image, resize_and_crop, to_tensor
 from unet_attn.items import collate, decode, fitted_pixels, plain_item, training_item
 from unet_attn.sampler import GlobalBatchSampler, SampleKey, held_out
 from unet_attn.sources import Found, find_pictures
@@ -224,7 +224,11 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             shape=self._shape,
             threads=max(options.num_workers, min(4, os.cpu_count() or 1)),
             memory_limit=MEMORY_LIMIT,
-            cache=CheckCache(Path(options.path), guard=f"max_pixels {options.max_pixels}", settings=repr(settings)),
+            cache=CheckCache(
+                Path(options.path),
+                guard=f"max_pixels {options.max_pixels}, reading {READING}",
+                settings=repr(settings),
+            ),
         )
 
     def _read(self, picture: Path | BinaryIO, bucket: int | None = None) -> tuple[np.ndarray, tuple[int, int]]:

@@ -37,6 +37,8 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+READING = 2  # raised when some file comes out otherwise than before, so that caches forget what they know of it
+UNWRITTEN = 64  # so many zeros at the end of a file are looked at more closely
 MAX_ASPECT = 16  # of a longer strip, random crops come from the middle: bounds the memory of a 1 x 1,000,000 picture
 
 Crop = Literal["center", "random"]
@@ -113,8 +115,9 @@ def _decode(file: BinaryIO, channels: int, colour: tuple[int, int, int], max_pix
         if image.width * image.height > limit:
             raise _Unusable(f"has {image.width} x {image.height} pixels, more than max_pixels {limit}", TOO_LARGE)
         image.load()  # raises on a truncated file: LOAD_TRUNCATED_IMAGES, which trains on grey smear, is never set here
-        if image.format == "JPEG":
-            _check_jpeg_end(file)
+        _check_end(file, image)
+    if image.format == "PNG":
+        _scale_transparent_colour(image, depth=head[24])
     image = _flatten(image, colour)
     return image.convert("L" if channels == 1 else "RGB")
 
@@ -129,15 +132,79 @@ def _unknown(head: bytes) -> _Unusable:
     return _Unusable(f"is not a picture (it begins with {head[:16]!r})", NO_PICTURE)
 
 
-def _check_jpeg_end(file: BinaryIO) -> None:
-    """Refuse a JPEG whose end was never written: the decoder takes the zeros that stand there for a grey picture."""
+def _check_end(file: BinaryIO, image: Image.Image) -> None:
+    """Refuse a picture whose end was never written: some decoders take the zeros that stand there for grey or garbage.
+
+    Zeros behind a whole picture are harmless.
+    """
     size = file.seek(0, io.SEEK_END)
-    file.seek(max(0, size - 64))
-    tail = file.read()
-    if len(tail) == 64 and not any(tail):
-        file.seek(0)
-        if not file.read().rstrip(b"\0").endswith(b"\xff\xd9"):
-            raise _Unusable("is damaged: its end is zeros", DAMAGED)
+    file.seek(max(0, size - UNWRITTEN))
+    if image.format not in WHOLE or any(file.read()):
+        return
+    file.seek(0)
+    if not WHOLE[image.format](file.read(), image):
+        raise _Unusable("is damaged: its end is zeros", DAMAGED)
+
+
+def _whole_jpeg(data: bytes, image: Image.Image) -> bool:
+    return data.rstrip(b"\0").endswith(b"\xff\xd9")  # the marker of its end
+
+
+def _whole_webp(data: bytes, image: Image.Image) -> bool:
+    """Whether the decoder needs the zeros at the end of the first frame, as it does where a flat picture is whole.
+
+    An encoder writes no more than is needed. What stands in place of bytes that were never written is more than that,
+    as a decoder takes zeros for whatever is shortest: then the frame decodes without some of them too.
+    """
+    at = 12  # behind "RIFF", the size and "WEBP"
+    while at < len(data):
+        kind, length = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        if kind in (b"VP8 ", b"VP8L"):
+            frame = data[at + 8 : at + 8 + length]
+            break
+        at += 8 + (16 if kind == b"ANMF" else length + length % 2)  # the frames of an animation lie within ANMF
+    else:
+        return False
+    if len(frame) < UNWRITTEN or any(frame[-UNWRITTEN:]):
+        return True
+    frame = frame[: -(UNWRITTEN // 2)]
+    frame += bytes(len(frame) % 2)
+    chunk = b"WEBP" + kind + len(frame).to_bytes(4, "little") + frame
+    try:
+        Image.open(io.BytesIO(b"RIFF" + len(chunk).to_bytes(4, "little") + chunk), formats=["WEBP"]).load()
+    except (OSError, EOFError):
+        return True
+    return False
+
+
+def _whole_avif(data: bytes, image: Image.Image) -> bool:
+    """Whether the last box (ISO/IEC 14496-12, section 4.2) has been written, up to zeros that metadata may end in."""
+    at = end = 0
+    while at + 8 <= len(data):
+        size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if size == 1:
+            size = int.from_bytes(data[at + 8 : at + 16], "big")
+        if kind == bytes(4):
+            break
+        at += max(size, 8) if size else len(data)  # 0: up to the end of the file
+        end = end if kind in (b"free", b"skip") else at
+    written = data[:end].rstrip(b"\0")
+    metadata = [image.info[key].rstrip(b"\0") for key in ("exif", "xmp") if key in image.info]
+    return min(end, len(data)) - len(written) < UNWRITTEN or any(text and written.endswith(text) for text in metadata)
+
+
+WHOLE = {"JPEG": _whole_jpeg, "MPO": _whole_jpeg, "WEBP": _whole_webp, "AVIF": _whole_avif}
+
+
+def _scale_transparent_colour(image: Image.Image, *, depth: int) -> None:
+    """Give the transparent colour of a PNG, which Pillow leaves in the file's bits per channel, the pixels' 8 bits."""
+    colour = image.info.get("transparency")
+    if image.mode == "L" and depth in (2, 4) and isinstance(colour, int):
+        most = 2**depth - 1
+        image.info["transparency"] = (colour & most) * 255 // most  # higher bits are to be ignored (PNG, tRNS)
+    elif image.mode == "RGB" and depth == 16 and isinstance(colour, tuple):
+        # as Pillow does with the pixels: the colours that differ from it only in the lower bytes are lost with it
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
 _limit_lock = threading.Lock()

@@ -71,7 +71,10 @@ def inspect(
     make_tokenizer: MakeTokenizer | None,
     sheet_size: int,
 ) -> Inspection:
-    """Look at a data set as a training with these options would; make_tokenizer None = a model without text."""
+    """Look at a data set as a training with these options would; make_tokenizer None = a model without text.
+
+    make_tokenizer: gives a tokenizer whose model_max_length is the most tokens that training reads.
+    """
     found = Inspection(options.path)
     try:
         images = CaptionedImages(
@@ -105,7 +108,7 @@ def inspect(
         else:
             try:
                 tokenizer = make_tokenizer(texts)
-                found.captions = describe_captions(images.captions, tokenizer)
+                found.captions = describe_captions(images.captions, tokenizer, limit=tokenizer.model_max_length)
             except ValueError as error:
                 found.problems.append(str(error))
     found.exact = same_files(images)
@@ -114,7 +117,8 @@ def inspect(
     return found
 
 
-def describe_captions(captions: list[list[str]], tokenizer: PreTrainedTokenizerBase) -> Captions:
+def describe_captions(captions: list[list[str]], tokenizer: PreTrainedTokenizerBase, *, limit: int) -> Captions:
+    """captions: those of each picture; limit: the most tokens that are read, special ones included."""
     texts = [caption for variants in captions for caption in variants]
     lengths = [len(ids) for ids in tokenizer(texts, truncation=False, verbose=False)["input_ids"]]
     words = Counter(word for text in texts for word in re.findall(r"[^\W_]+(?:['’][^\W_]+)*", text.lower()))
@@ -124,7 +128,7 @@ def describe_captions(captions: list[list[str]], tokenizer: PreTrainedTokenizerB
         pictures_without=sum(not variants for variants in captions),
         pictures_with_several=sum(len(variants) > 1 for variants in captions),
         lengths=lengths,
-        limit=tokenizer.model_max_length,
+        limit=limit,
         words=words.most_common(40),
     )
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from unet_attn.ema import trainable
 from unet_attn.encodings import RememberedEncodings
 from unet_attn.loss_weights import NoiseUncertainty
+from unet_attn.pipelines.parts import check_unshared
 from unet_attn.pipelines.text_to_image import encode_captions
 from unet_attn.unet import AttnUNet2D
 
@@ -17,6 +18,7 @@ class TextConditionalUNet(nn.Module):
 
     uncertainty: learns how uncertain the prediction is at each noise level, for a loss that is weighed by it.
     One module, so that wrappers (DDP) see every gradient. A frozen text encoder is asked once for each caption.
+    Raises ValueError if a weight stands in two places, naming both: it could not be saved so.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class TextConditionalUNet(nn.Module):
         uncertainty: NoiseUncertainty | None = None,
     ) -> None:
         super().__init__()
+        check_unshared(unet=unet, text_encoder=text_encoder)
         self.unet = unet
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
@@ -44,7 +47,7 @@ class TextConditionalUNet(nn.Module):
         if self.text_encoder is None:
             return self.unet(sample, timestep).sample, log_variance
         states, mask = self.encode(captions)
-        return self.unet(sample, timestep, states, mask).sample, log_variance
+        return self.unet(sample, timestep, states.to(self.unet.dtype), mask).sample, log_variance
 
     def speed_up(self, *, compile: bool, checkpointing: bool) -> None:
         """Change how fast or how lean a pass is, and not what it computes."""

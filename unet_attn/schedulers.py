@@ -138,6 +138,13 @@ def set_timesteps(scheduler: SchedulerMixin, steps: int, device: torch.device | 
             f"{type(scheduler).__name__} with shift_terminal={scheduler.config.get('shift_terminal')} has no schedule "
             f"of {steps} step{'s' if steps > 1 else ''}: take more, or set shift_terminal to None"
         )
+    latest, last = float(scheduler.timesteps.max()), scheduler.config.num_train_timesteps - 1
+    offset = scheduler.config.get("steps_offset", 0)
+    if offset and latest > last and scheduler_prediction_type(scheduler) != "flow":
+        raise ValueError(
+            f"{type(scheduler).__name__} with steps_offset={offset} comes to timestep {latest:g} in {steps} steps, "
+            f"and {last} is the last that was trained: take fewer steps, or set steps_offset to 0"
+        )
 
 
 def check_training_scheduler(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:

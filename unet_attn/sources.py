@@ -2,7 +2,8 @@
 
 Three ways to keep captions are told apart by looking: a table `metadata.jsonl`, `.csv` or `.parquet` (see
 unet_attn.metadata), a text file beside each picture (`dog.jpg`, `dog.txt`), and one sub-folder per class. A row of a
-table goes before a text file; folder names are captions only where there are neither. Everything here only reads; a
+table goes before a text file; folder names are captions only where there are neither, nor anything that seems meant as
+one of them: a file with a picture's name in another place, or a table of another name. Everything here only reads; a
 fault is collected, never raised, so that one look at a folder tells everything that is wrong with it.
 """
 
@@ -35,6 +36,8 @@ OTHER_PICTURES = frozenset(".heic .heif .svg .psd .raw .dng .cr2 .cr3 .nef .arw 
 COMPANIONS = frozenset(".mov .mp4 .m4v .avi .3gp .webm .wav .mp3 .aae .xmp .thm .npy .npz .pt .safetensors".split())
 SYSTEM_NAMES = frozenset({"thumbs.db", "desktop.ini", "__macosx", "@eadir", "$recycle.bin"})
 RUN_CONFIG, PIPELINE_INDEX = "config.yaml", "model_index.json"  # at the root of what training leaves behind
+TABLES = frozenset(Path(name).suffix for name in METADATA_NAMES)
+HEAD = 4096  # bytes at the beginning of a table in which its columns are looked for
 LISTED = 5  # names in a remark
 
 
@@ -78,7 +81,7 @@ def find_pictures(
     kind = _kind(tables, suffix, rows, beside)
     notes += [*_notes(files, paths, captions, suffix), *ignored]
     if classes := _class_folders(folder, paths):
-        if not tables and not beside and not bad and not _other_suffixes(files, paths, suffix):
+        if not (tables or beside or bad or _meant_as_captions(files, paths, suffix)):
             captions, kind, remarks = _class_captions(folder, paths, classes, class_template)
             notes += remarks
         elif 2 * sum(map(bool, captions)) < len(paths):
@@ -228,6 +231,53 @@ def _other_suffixes(files: list[Path], paths: list[Path], suffix: str) -> Counte
     return Counter({other: count for other, count in found.items() if other.lower() not in known})
 
 
+def _stray(files: list[Path], paths: list[Path], suffix: str) -> list[Path]:
+    """The caption files that belong to no picture."""
+    stems = {composed(str(path.with_suffix(""))) for path in paths}
+    found = [path for path in files if path.name.lower().endswith(suffix) and path.name.lower() not in METADATA_NAMES]
+    return [path for path in found if composed(str(path)[: -len(suffix)]) not in stems]
+
+
+def _other_tables(files: list[Path], paths: list[Path], suffix: str) -> list[Path]:
+    """Tables that are not read, as their names are not those of tables of captions."""
+    stems = {path.with_suffix("") for path in paths}
+    return [
+        path
+        for path in files
+        if (path.suffix.lower() in TABLES - {suffix} or path.name.lower().startswith("metadata."))
+        and path.name.lower() not in METADATA_NAMES
+        and path.suffix.lower() not in IMAGE_EXTENSIONS
+        and path.with_suffix("") not in stems  # one beside each picture: see _other_suffixes
+    ]
+
+
+def _meant_as_captions(files: list[Path], paths: list[Path], suffix: str) -> bool:
+    """Whether captions seem to be there that are not found, in whose place names of folders must not be trained on.
+
+    A text that has no picture's name, such as a README or a licence, is taken for none unless such texts are more than
+    half as many as the pictures; a table is taken for one if it has a column file_name.
+    """
+    stray = _stray(files, paths, suffix)
+    names = {composed(name).casefold() for path in paths for name in (path.name, path.stem)}
+    return (
+        bool(_other_suffixes(files, paths, suffix))
+        or 2 * len(stray) > len(paths)
+        or any(composed(path.name[: -len(suffix)]).casefold() in names for path in stray)
+        or any(b"file_name" in _head(table) for table in _other_tables(files, paths, suffix))
+    )
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file; none if it cannot be read."""
+    try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            return b""
+        with path.open("rb") as file:
+            return file.read(HEAD)
+    except OSError:
+        return b""
+
+
 def _unread_pictures(files: list[Path]) -> str:
     unread = Counter(path.suffix.lower() for path in files if path.suffix.lower() in OTHER_PICTURES)
     listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unread.items()))
@@ -237,12 +287,14 @@ def _unread_pictures(files: list[Path]) -> str:
 def _notes(files: list[Path], paths: list[Path], captions: list[list[str]], suffix: str) -> list[str]:
     notes = [_unread_pictures(files)]
     if not all(captions):
-        misnamed = [path for path in files if path.name.lower().startswith("metadata.")]
-        misnamed = [path for path in misnamed if path.name.lower() not in METADATA_NAMES and path not in paths]
-        if misnamed:
-            notes.append(
-                f"{shown(misnamed[0])} is not read: a table of captions is called {' or '.join(METADATA_NAMES)}"
-            )
+        if tables := _other_tables(files, paths, suffix):
+            more = f" (nor {counted(len(tables) - 1, 'other such file')})" if len(tables) > 1 else ""
+            called = " or ".join(METADATA_NAMES)
+            notes.append(f"{shown(tables[0])} is not read{more}: a table of captions is called {called}")
+        if stray := _stray(files, paths, suffix):
+            belong = counted(len(stray), f"file {suffix} belongs", f"files {suffix} belong")
+            first = f", the first is {shown(stray[0])}" if len(stray) > 1 else f": {shown(stray[0])}"
+            notes.append(f"{belong} to no picture{first}; the caption of NAME.png is NAME{suffix} beside it")
         for other, count in _other_suffixes(files, paths, suffix).most_common(1):
             have = counted(count, f"file {other} has a picture's name", f"files {other} have pictures' names")
             notes.append(f"{have}: captions? Then set caption_extension to {other}")

@@ -43,6 +43,7 @@ class StreamedImages:
         if not first:
             raise DataError(f"data set {options.path} has 0 rows in split {options.split}")
         self.captions = [captions for captions in first if captions]
+        self.looked_at, self.without_caption = len(first), first.count([])
         self.size = len(first) if len(first) < LOOKED_AT else None  # None: more than were looked at
         if require_captions and not self.captions:
             raise DataError(f"none of the first {len(first)} rows of {options.path} has a caption; {self._why()}")
@@ -69,14 +70,19 @@ class StreamedImages:
         return f"{self.options.path}, sample {index} of the stream"
 
     def summary(self) -> str:
-        """What is known of the stream, for the start of a run."""
+        """What is known of the stream, for the start of a run: a line or two."""
         side, grey = self.options.resolution, "grey" if self.channels == 1 else "colour"
         count = counted(self.size, "picture") if self.size is not None else f"more than {LOOKED_AT} pictures"
         known = "" if self.size is not None else f", of which the tokenizer sees the first {LOOKED_AT}"
-        return (
+        lines = [
             f"{count} streamed from {self.options.path}, {side} x {side} {grey}, none checked before training; "
             f"captions: column {self.options.text_column}{known}"
-        )
+        ]
+        if self.without_caption and self.captions:
+            have = "has no caption: it trains" if self.without_caption == 1 else "have no caption: they train"
+            looked_at = counted(self.looked_at, "row")
+            lines.append(f"{self.without_caption} of the first {looked_at} {have} the empty caption")
+        return "\n".join(lines)
 
     def write_faults(self, path: Path) -> None:
         """Nothing was checked, so nothing was skipped."""
@@ -152,15 +158,15 @@ class StreamedImages:
     def _size(self) -> tuple[int, int]:
         return self.options.resolution, self.options.resolution
 
-    def _texts(self) -> Iterator[list[str]]:
-        """The captions of one row after the other; a cell that holds no caption comes out when it is trained on."""
+    def _texts(self) -> Iterator[list[str] | None]:
+        """The captions of one row after the other; None for what is no caption, which comes out in training."""
         column = self.options.text_column
         if self.table.column_names is not None and column in self.table.column_names:
             for row in self.table.select_columns([column]):
                 try:
                     yield captions_of(row[column], column)
                 except ValueError:
-                    yield []
+                    yield None
         else:
             yield from ([] for _ in self.table)
 

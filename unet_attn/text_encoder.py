@@ -13,6 +13,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
+from unet_attn.strict_loading import StrictLoading
 from unet_attn.transformer import EncoderLayer, TokenEmbedding, masked_mean
 
 FORMAT_VERSION = 1
@@ -26,7 +27,7 @@ class TextEncoderOutput(BaseOutput):
     pooler_output: Tensor
 
 
-class TextEncoder(ModelMixin, ConfigMixin):
+class TextEncoder(StrictLoading, ModelMixin, ConfigMixin):
     """A pre-norm Transformer encoder over token ids, made to be trained from scratch on a person's own captions."""
 
     @register_to_config
@@ -67,11 +68,12 @@ class TextEncoder(ModelMixin, ConfigMixin):
         return TextEncoderOutput(last_hidden_state=x, pooler_output=masked_mean(x, attention_mask))
 
 
-class PretrainedText(ModelMixin, ConfigMixin):
+class PretrainedText(StrictLoading, ModelMixin, ConfigMixin):
     """A frozen text model of transformers in the small encoder's place.
 
-    path: a folder or hub id that transformers' AutoModel reads. The model's weights are saved with the pipeline, but
-    they are not trained: their gradients are off and the model stays in evaluation mode.
+    path: a folder or hub id that transformers' AutoModel reads; of an encoder with a decoder the encoder is taken. The
+    weights are saved with the pipeline, but they are not trained: their gradients are off and the model stays in
+    evaluation mode. Whatever their dtype in `path`, they have torch's default, as those of the other networks.
     """
 
     @register_to_config
@@ -84,11 +86,14 @@ class PretrainedText(ModelMixin, ConfigMixin):
             # transformers would take it for a hub id and complain of its letters
             if not Path(path).is_dir() and (Path(path).is_absolute() or path.startswith(".")):
                 raise FileNotFoundError(f"text_encoder.path {path}: there is no such folder")
-            self.model = AutoModel.from_pretrained(path)
+            model = AutoModel.from_pretrained(path, dtype=torch.get_default_dtype())
             # with its configuration kept, a saved pipeline loads where `path` does not exist
-            self.register_to_config(model_config=self.model.config.to_dict())
+            self.register_to_config(model_config=model.config.to_dict())
         else:
-            self.model = AutoModel.from_config(AutoConfig.for_model(**model_config))
+            # diffusers makes the dtype that a model is loaded in the default
+            model = AutoModel.from_config(AutoConfig.for_model(**model_config), dtype=torch.get_default_dtype())
+        # a decoder would need input of its own, and shares its embedding with the encoder, which cannot be saved
+        self.model = model.get_encoder() if model.config.is_encoder_decoder else model
         self.requires_grad_(False)
         self.eval()
 

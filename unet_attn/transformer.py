@@ -24,7 +24,7 @@ def masked_mean(tokens: Tensor, mask: Tensor | None) -> Tensor:
     Raises ValueError if the mask does not fit; one row of it may serve the whole batch.
     """
     if mask is None:
-        return tokens.mean(dim=1)
+        return tokens.mean(dim=1) if tokens.shape[1] else tokens.sum(dim=1)
     batch, length, _ = tokens.shape
     if mask.ndim != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != length:
         raise ValueError(f"mask must be {(batch, length)}, as there are tokens, got shape {tuple(mask.shape)}")

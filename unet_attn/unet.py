@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from unet_attn.blocks import CHANNELS_PER_GROUP, TimeEmbedding, UNetLayer, group_norm, zero_init
 from unet_attn.flow import velocity_from_clean
+from unet_attn.strict_loading import StrictLoading
 from unet_attn.transformer import masked_mean
 
 FORMAT_VERSION = 1
 
 
-class AttnUNet2D(ModelMixin, ConfigMixin):
+class AttnUNet2D(StrictLoading, ModelMixin, ConfigMixin):
     """Predicts noise, velocity or the clean picture from a noisy one, a time and a text.
 
     sample_size: side in pixels that the pipeline samples by default (any that downsample_factor divides can be asked
@@ -109,11 +110,12 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
         Raises ValueError, before any compute, if a size does not fit, or text is missing or not expected.
         """
         context, context_mask = encoder_hidden_states, _token_mask(encoder_attention_mask)
-        self._check_inputs(sample, context, context_mask)
+        timestep = torch.as_tensor(timestep, device=sample.device).reshape(-1)
+        self._check_inputs(sample, timestep, context, context_mask)
 
         x = self.conv_in(F.pixel_unshuffle(sample, self.config.patch_size))
 
-        timestep = torch.as_tensor(timestep, device=sample.device).reshape(-1).expand(sample.shape[0])
+        timestep = timestep.expand(sample.shape[0])
         # to the map's dtype: another than the weights' where layerwise casting leaves the time embedding out
         embedding = self.time_embedding(timestep).to(x.dtype)
         if context is not None:
@@ -193,12 +195,19 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
                 f"patch_size times 2 for each level after the first, got {self.config.sample_size}"
             )
 
-    def _check_inputs(self, sample: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
+    def _check_inputs(
+        self, sample: Tensor, timestep: Tensor, context: Tensor | None, context_mask: Tensor | None
+    ) -> None:
         if sample.ndim != 4 or sample.shape[1] != self.config.in_channels:
             raise ValueError(f"sample must be (B, {self.config.in_channels}, H, W), got {tuple(sample.shape)}")
         for name, side in (("height", sample.shape[2]), ("width", sample.shape[3])):
-            if side % self.downsample_factor:
-                raise ValueError(f"{name} must be a multiple of {self.downsample_factor}, got {side}")
+            if side < 1 or side % self.downsample_factor:
+                raise ValueError(f"{name} must be a positive multiple of {self.downsample_factor}, got {side}")
+        batch = sample.shape[0]
+        if timestep.shape[0] not in (batch, 1):
+            raise ValueError(
+                f"timestep must be one number, or one for each sample, ({batch},), got {tuple(timestep.shape)}"
+            )
         if (context is None) != (self.config.context_dim is None):
             wanted = "no text" if self.config.context_dim is None else "encoder_hidden_states"
             raise ValueError(f"this U-Net was made with context_dim={self.config.context_dim}: give it {wanted}")
@@ -208,11 +217,21 @@ class AttnUNet2D(ModelMixin, ConfigMixin):
             raise ValueError(
                 f"encoder_hidden_states must be (B, N, {self.config.context_dim}), got {tuple(context.shape)}"
             )
+        if context.shape[0] != batch:
+            raise ValueError(
+                f"encoder_hidden_states must be of the sample's batch, ({batch}, N, {self.config.context_dim}), "
+                f"got {tuple(context.shape)}"
+            )
         if context_mask is not None and context_mask.ndim != 2:
             raise ValueError(f"encoder_attention_mask must be (B, N) or (B, 1, N), got {tuple(context_mask.shape)}")
         if context_mask is not None and context_mask.shape[1] != context.shape[1]:
             raise ValueError(
                 f"encoder_attention_mask is for {context_mask.shape[1]} tokens, but there are {context.shape[1]}"
+            )
+        if context_mask is not None and context_mask.shape[0] not in (batch, 1):
+            raise ValueError(
+                f"encoder_attention_mask must have a row for each sample, ({batch}, N), or one for all, "
+                f"got {tuple(context_mask.shape)}"
             )
 
 

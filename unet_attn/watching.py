@@ -26,6 +26,7 @@ from unet_attn.pipelines.grid import picture_grid
 from unet_attn.pipelines.parts import DEFAULT_GUIDANCE_SCALE, DEFAULT_STEPS
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.run_record import LOGS, VALIDATION
+from unet_attn.schedulers import set_timesteps
 from unet_attn.tracking import drop_later_lines
 
 GRID_COLUMNS = 4
@@ -59,6 +60,7 @@ class Watcher:
         if tuning is not None:
             steps, self.guidance = tuning.options.steps, 1.0
         self.steps = min(steps, objective.num_train_timesteps)
+        set_timesteps(objective.sampling_scheduler(), self.steps)  # one that has no such schedule is told of now
         # a model without text shows what it has to show
         self.pictures_in_grid = len(options.sample_prompts) if has_text else 2 * GRID_COLUMNS
         self.validated = data.validation_indices(MOST_VALIDATED) if options.validate_every else []

@@ -1,0 +1,79 @@
+"""How many tokens of a caption are read: what both the tokenizer and the text model hold."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline_parts import scheduler_for, text_parts, tiny_unet
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from unet_attn.inspection import describe_captions
+from unet_attn.pipelines.captions import POSITIONS_AFTER_PADDING, caption_limit, encode_captions
+from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.text_encoder import PretrainedText
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+ROWS = 20  # of the table of positions
+SIZES = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": ROWS,
+}
+OTHER_SIZES = {
+    "bart": {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": ROWS}
+    | {f"{part}_{key}": 2 for part in ("encoder", "decoder") for key in ("attention_heads", "ffn_dim")},
+    "gpt2": {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": ROWS},
+    "esm": SIZES | {"mask_token_id": 2},
+    "longformer": SIZES | {"attention_window": [4]},
+    "xmod": SIZES | {"default_language": "en_XX"},
+}
+
+
+def text_model(kind: str) -> tuple[PretrainedText, PreTrainedTokenizerFast]:
+    """A tiny text model with ROWS positions, and a tokenizer that has no limit of its own."""
+    _, tokenizer = text_parts()
+    tokenizer.model_max_length = 10**30  # what transformers writes where the limit is not known
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    config = AutoConfig.for_model(kind, **OTHER_SIZES.get(kind, SIZES), **ids)
+    return PretrainedText("", config.to_dict()), tokenizer
+
+
+@pytest.mark.parametrize("kind", [*POSITIONS_AFTER_PADDING, "bart", "bert", "distilbert", "gpt2"])
+def test_a_long_caption_fills_the_positions_of_a_text_model_and_no_more(kind: str) -> None:
+    encoder, tokenizer = text_model(kind)
+    limit = ROWS - 2 if kind in POSITIONS_AFTER_PADDING else ROWS
+
+    states, mask = encode_captions(["w " * 50], tokenizer, encoder)
+
+    assert states.shape == (1, limit, 8) and mask.all()
+    for count, fits in ((limit, True), (limit + 1, False)):
+        ids, ones = torch.full((1, count), 5), torch.ones(1, count, dtype=torch.long)
+        if fits:
+            assert encoder(ids, ones).last_hidden_state.isfinite().all()
+            continue
+        with pytest.raises((IndexError, RuntimeError)):
+            encoder(ids, ones)
+
+
+def test_the_tokenizers_limit_holds_where_it_is_the_smaller() -> None:
+    encoder, tokenizer = text_model("roberta")
+    for own, limit in ((1000, ROWS - 2), (7, 7)):
+        tokenizer.model_max_length = own
+        assert caption_limit(tokenizer, encoder) == limit
+        assert encode_captions(["w " * 50], tokenizer, encoder)[0].shape == (1, limit, 8)
+
+
+def test_what_is_counted_as_cut_and_what_is_exported_follow_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from export import settings_of
+
+    encoder, tokenizer = text_model("roberta")
+    tokenizer.model_max_length = 1000
+    limit = caption_limit(tokenizer, encoder)
+    texts = ["w " * count for count in (8, 9, 50)]  # two tokens each, a start and an end
+    assert describe_captions([texts], tokenizer, limit=limit).cut == 2
+
+    pipe = TextToImagePipeline(tiny_unet(context_dim=8), scheduler_for("flow"), encoder, tokenizer)
+    assert settings_of(pipe)["text"]["max_length"] == limit == ROWS - 2
