@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,8 @@ def class_word(caption: str, *, whole: bool = False) -> str:
 class Peer:
     """A network of another project under training. Subclasses say what the loss is and how pictures are drawn.
 
-    modules: all that is trained. `start` comes before the first step.
+    modules: all that is trained. `start` comes before the first step. average: as the subclass makes it, with torch's
+    state_dict and load_state_dict.
     """
 
     def __init__(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
@@ -131,6 +133,18 @@ class Peer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.update_average()
+
+    def save(self, path: Path) -> None:
+        """Keep the weights and their average, for `load` after `start_average`."""
+        states = {"modules": [module.state_dict() for module in self.modules], "average": self.average.state_dict()}
+        torch.save(states | {"layout": self.layout}, path)
+
+    def load(self, path: Path) -> None:
+        states = torch.load(path)
+        self.use_layout(states["layout"])
+        for module, state in zip(self.modules, states["modules"], strict=True):
+            module.load_state_dict(state)
+        self.average.load_state_dict(states["average"])
 
     def loss(self, batch: dict[str, Any]) -> Tensor:
         raise NotImplementedError

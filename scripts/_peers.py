@@ -95,6 +95,12 @@ class LucidrainsPeer(Peer):
 
 # ------------------------------------------------------------------------------------------------------------ diffusers
 
+# A guided answer in pixels leads out of [-1, 1]. What is cut there has to count in the rest of the step too, or noise
+# stays; and DPM-Solver++, which cuts nothing by itself, runs away. Options of the scheduler, and of its step.
+_IN_PIXELS: dict[str, tuple[dict[str, bool], dict[str, bool]]] = {
+    "DDIMScheduler": ({}, {"use_clipped_model_output": True}),
+    "DPMSolverMultistepScheduler": ({"thresholding": True}, {}),
+}
 _DIFFUSERS_SAMPLERS = {
     "main": Sampler("DDIMScheduler", 50, 3.0),
     "fast": Sampler("DPMSolverMultistepScheduler", 20, 3.0),
@@ -171,7 +177,8 @@ class DiffusersPeer(Peer):
     def sample(self, asked: Asked, sampler: Sampler) -> Tensor:
         import diffusers
 
-        scheduler = getattr(diffusers, sampler.scheduler).from_config(self.scheduler.config)
+        options, in_step = _IN_PIXELS[sampler.scheduler]
+        scheduler = getattr(diffusers, sampler.scheduler).from_config(self.scheduler.config, **options)
         scheduler.set_timesteps(sampler.steps)
         self.average.store(self.parameters)
         if sampler.averaged:
@@ -187,7 +194,7 @@ class DiffusersPeer(Peer):
                 if sampler.guidance != 1.0:
                     empty = self.unet(x, time, **nothing).sample
                     answer = empty + sampler.guidance * (answer - empty)  # Ho & Salimans 2022, eq. 6
-                x = scheduler.step(answer, time, x).prev_sample
+                x = scheduler.step(answer, time, x, **in_step).prev_sample
         finally:
             self.average.restore(self.parameters)
         return x

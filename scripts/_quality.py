@@ -167,22 +167,24 @@ def check_earlier(folder: Path, names: list[str], settings: dict[str, dict[str, 
 
 
 def trained(name: str, options: argparse.Namespace, settings: dict[str, Any], chosen: list[int]) -> str | None:
-    """Train and draw in another process, unless that is done; returns why it came to no end, None if it did."""
+    """Train and draw in another process what of it is not done yet; returns why it came to no end, None if it did."""
     folder = options.out / name
-    done = folder / "settings.json"
-    if done.exists() and json.loads(done.read_text(encoding="utf-8")) == settings[TRAINING]:
+    asked, record = folder / "settings.json", folder / "record.json"
+    same = asked.exists() and json.loads(asked.read_text(encoding="utf-8")) == settings[TRAINING]
+    if same and record.exists():
         return None
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    if not same or not (folder / "training.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        asked.write_text(json.dumps(settings[TRAINING]) + "\n", encoding="utf-8")
     keys = ("minutes", "moments", "num_between", "seed", "threads")
     task = {key: settings[TRAINING][key] for key in keys}
     task |= {"name": name, "config": str(options.config), "data": str(options.data_path), "chosen": chosen}
     (folder / "task.json").write_text(json.dumps(task) + "\n", encoding="utf-8")
     log = folder / "log.txt"
     code = run_alone([sys.executable, Path(__file__).with_name("_quality_entry.py"), folder], log=log)
-    if code or not (folder / "record.json").exists():
+    if code or not record.exists():
         return f"exit code {code}: {last_words(log)}; all it said: {log}"
-    done.write_text(json.dumps(settings[TRAINING]) + "\n", encoding="utf-8")
     return None
 
 

@@ -1,4 +1,4 @@
-"""benchmark.py quality: the peers learn and draw, the clock stands while they draw, and what is left behind."""
+"""benchmark.py quality: the clock stands while weights are kept, what is drawn when, and what is left behind."""
 
 import json
 import sys
@@ -13,30 +13,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from PIL import Image
-from torch.testing import assert_close
+from quality_data import quality_folder
 
 from unet_attn import clock as clock_module
 from unet_attn import extractors
 from unet_attn.clock import RunClock
-from unet_attn.data import CaptionedImages, DataOptions
-from unet_attn.judge import Judge, JudgeFeatures, JudgeSize
-from unet_attn.tokenizer import train_tokenizer
+from unet_attn.judge import Judge, JudgeFeatures
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-WORDS = ("Arrow:", "cloud", "file")
-COUNT = 101  # pictures, and captions, of which a judge needs 100
-TINY = """
-data: {path: none, resolution: 8, caption_dropout: 0.1}
-text_encoder: {class_path: unet_attn.text_encoder.TextEncoder, init_args: {dim: 8, depth: 1, heads: 2}}
-tokenizer: {vocab_size: 300, max_length: 8}
-unet: {in_channels: 1, block_channels: [8], layers_per_block: 1, attention_levels: [], dim_head: 4, patch_size: 4}
-scheduler: {class_path: diffusers.FlowMatchEulerDiscreteScheduler, init_args: {}}
-objective: {prediction_type: flow}
-train: {output_dir: none, batch_size: 11, optimizer: adamw}
-"""
-JUDGE = JudgeSize(
-    image_size=8, channels=1, patch_size=4, dim=8, depth=1, heads=2, text_dim=8, text_depth=1, embedding_dim=8
-)
 MINUTES = 0.05
 TICK = 0.02  # seconds that pass whenever the clock is read
 
@@ -50,139 +34,71 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """COUNT grey pictures of 8 px, each with a caption of its own, and TINY as tiny.yaml beside them."""
-    root = tmp_path_factory.mktemp("quality")
-    data = root / "data"
-    data.mkdir()
-    pixels = torch.randint(0, 256, (COUNT, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    for number, picture in enumerate(pixels):
-        Image.fromarray(picture.numpy()).save(data / f"{number:03}.png")
-    rows = [{"file_name": f"{n:03}.png", "text": f"{WORDS[n % 3]} {n}"} for n in range(COUNT)]
-    (data / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (root / "tiny.yaml").write_text(TINY, encoding="utf-8")
-    torch.manual_seed(0)
-    judge = Judge(JUDGE, train_tokenizer(["arrow cloud file 0 1 2"], vocab_size=300, max_length=11))
-    judge.record = {"held_out_agreement": 0.625}
-    judge.save(root / "judge")
-    return root
-
-
-def pictures(folder: Path) -> CaptionedImages:
-    return CaptionedImages(DataOptions(path=str(folder / "data"), resolution=8, caption_dropout=0.5), channels=1)
-
-
-# ------------------------------------------------------------------------------------------------------------ the peers
-
-
-def test_a_class_is_the_first_word_or_the_name_of_a_folder(
-    scripts: Callable[[str], ModuleType], folder: Path, tmp_path: Path
-) -> None:
-    peer = scripts("_peer")
-    for name in ("red_panda", "red_fox"):
-        (tmp_path / name).mkdir()
-        Image.new("L", (8, 8)).save(tmp_path / name / "0.png")
-
-    words = peer.Classes(pictures(folder))
-    folders = peer.Classes(CaptionedImages(DataOptions(path=str(tmp_path), resolution=8), channels=1))
-
-    assert words.names == ["arrow", "cloud", "file"] and words.of[:5].tolist() == [0, 1, 2, 0, 1]
-    assert sorted(folders.names) == ["red fox", "red panda"] and sorted(folders.of.tolist()) == [0, 1]
-
-
-@pytest.mark.parametrize("name", ["ddpm-s", "unet2d-s", "unet2d-text-s"])
-def test_a_peer_learns_and_draws_from_its_average_or_as_it_is(
-    scripts: Callable[[str], ModuleType], folder: Path, name: str
-) -> None:
-    peer_module, peers = scripts("_peer"), scripts("_peers")
-    data = pictures(folder)
-    torch.manual_seed(0)
-    peer = peers.make_peer(name, data)
-    before = [parameter.clone() for parameter in peer.parameters]
-    batch = next(data.batches(7))
-
-    times = peer_module.choose_layout(peer, batch, repeats=2)
-    unchanged = [parameter.equal(was) for parameter, was in zip(peer.parameters, before, strict=True)]
-    peer.start()
-    losses = []
-    for step in range(3):
-        torch.manual_seed(1)  # the same noise and times, so that the losses can be compared
-        losses.append(peer.loss(batch).item())
-        peer.step(batch, step / 3)
-    live = [parameter.clone() for parameter in peer.parameters]
-
-    assert set(times) == {"contiguous", "channels_last"} and peer.layout in times and all(unchanged)
-    assert peer.steps == 3 and losses[2] < losses[0]
-    asked = peer_module.Asked([data.captions[n][0] for n in range(5)], peer.classes.of[:5])
-    for sampler in peer.recipe.samplers.values():
-        drawn = []
-        for _ in range(2):
-            torch.manual_seed(2)
-            drawn.append(peer.sample(asked, sampler._replace(steps=2)))
-        assert drawn[0].shape == (5, 1, 8, 8) and torch.isfinite(drawn[0]).all()
-        assert_close(drawn[0], drawn[1])
-    both = []
-    for averaged in (True, False):
-        torch.manual_seed(2)
-        both.append(peer.sample(asked, peer.recipe.samplers["main"]._replace(steps=2, averaged=averaged)))
-    assert not both[0].equal(both[1])
-    # the averaged weights were only borrowed
-    assert all(parameter.equal(was) for parameter, was in zip(peer.parameters, live, strict=True))
-
-
-def test_guidance_changes_what_a_class_peer_draws(scripts: Callable[[str], ModuleType], folder: Path) -> None:
-    data = pictures(folder)
-    torch.manual_seed(0)
-    peer = scripts("_peers").make_peer("unet2d-s", data)
-    peer.start()
-    asked = scripts("_peer").Asked(["cloud", "file"], torch.tensor([1, 2]))
-    drawn = {}
-    for guidance in (1.0, 3.0):
-        torch.manual_seed(0)
-        drawn[guidance] = peer.sample(asked, peer.recipe.samplers["main"]._replace(steps=2, guidance=guidance))
-
-    assert not drawn[1.0].equal(drawn[3.0])
-    # a caption that was dropped is the class of none, whatever the picture's own
-    conditions = [peer.condition(asked._replace(captions=captions)) for captions in (["", "x"], ["x", ""])]
-    assert [each["class_labels"].tolist() for each in conditions] == [[3, 2], [1, 3]]
+    return quality_folder(tmp_path_factory.mktemp("quality"))
 
 
 # ------------------------------------------------------------------------------------------------------------ the clock
 
 
-def test_the_clock_stands_while_pictures_are_drawn(
+def test_the_clock_stands_while_weights_are_kept(
     scripts: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    entry, peer = scripts("_quality_entry"), scripts("_peer")
+    entry = scripts("_quality_entry")
     now = [100.0]
     monkeypatch.setattr(clock_module, "monotonic", lambda: now[0])
     monkeypatch.setattr(entry, "monotonic", lambda: now[0])
     task = entry.Task("ddpm", "", "", 1.0, [0.25, 0.5, 1.0], list(range(67)), 65, 5, None)
-    asked = peer.Asked(["a"] * 67, torch.zeros(67, dtype=torch.int64))
-    samplers = {"main": peer.Sampler("x", 2, 3.0), "fast": peer.Sampler("x", 1, 3.0)}
-    takes = entry.Takes(task, tmp_path, asked, samplers)
-    drawn = []
 
-    def draw(asked: object, sampler: object, seed: int) -> torch.Tensor:
+    def save(path: Path) -> None:
         now[0] += 1000.0
-        drawn.append((len(asked.captions), sampler.steps, seed))
-        return torch.zeros(len(asked.captions), 1, 2, 2)
+        path.write_text("weights")
 
+    kept = entry.Kept(task, tmp_path, save)
     clock = RunClock(max_steps=None, max_minutes=1.0)
     clock.start()
     for step in range(1, 7):
         now[0] += 10.0
-        takes.look(clock, step, draw)
-    takes.last(clock, 6, draw)
+        kept.look(clock, step)
+    kept.keep(clock, 6)
 
-    assert clock.seconds() == 60.0
-    assert [(take["moment"], take["minutes"], take["step"], take["pictures"]) for take in takes.taken] == [
-        (0.25, pytest.approx(20 / 60), 2, 65),
-        (0.5, 0.5, 3, 65),
-        (1.0, 1.0, 6, 67),
-        (1.0, 1.0, 6, 67),
+    assert clock.seconds() == 60.0 and kept.training_mib > 0
+    assert [tuple(place.values()) for place in kept.places] == [
+        (0.25, pytest.approx(20 / 60), 2, "weights-0.25"),
+        (0.5, 0.5, 3, "weights-0.5"),
+        (1.0, 1.0, 6, "weights-1"),
     ]
-    assert drawn[:2] == [(64, 2, 5), (1, 2, 69)] and drawn[-2:] == [(64, 1, 5), (3, 1, 69)]
-    assert takes.taken[-1]["pictures_per_second"] == 67 / 2000 and takes.training_mib > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"weights-0.25", "weights-0.5", "weights-1"}
+
+
+def test_all_is_drawn_at_the_end_and_the_first_by_the_main_sampler_before(
+    scripts: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    entry, peer = scripts("_quality_entry"), scripts("_peer")
+    now, done = [0.0], []
+    monkeypatch.setattr(entry, "monotonic", lambda: now[0])
+    task = entry.Task("ddpm", "", "", 1.0, [0.5, 1.0], list(range(67)), 65, 5, None)
+    places = [{"moment": m, "minutes": m, "step": int(6 * m), "weights": f"weights-{m:g}"} for m in (0.5, 1.0)]
+
+    def load(weights: Path) -> Callable[..., torch.Tensor]:
+        def draw(asked: object, sampler: object, seed: int) -> torch.Tensor:
+            now[0] += 1000.0
+            done.append((weights.name, len(asked.captions), sampler.steps, seed))
+            return torch.zeros(len(asked.captions), 1, 2, 2)
+
+        return draw
+
+    asked = peer.Asked(["a"] * 67, torch.zeros(67, dtype=torch.int64))
+    samplers = {"main": peer.Sampler("x", 2, 3.0), "fast": peer.Sampler("x", 1, 3.0)}
+    takes = entry.drawn(task, tmp_path, places, entry.Drawing(samplers, asked, load))
+
+    at_end = [("weights-1", count, steps, seed) for steps in (2, 1) for count, seed in ((64, 5), (3, 69))]
+    assert done == [("weights-0.5", 64, 2, 5), ("weights-0.5", 1, 2, 69), *at_end]
+    assert [(take["moment"], take["step"], take["sampler"], take["pictures"]) for take in takes] == [
+        (0.5, 3, "main", 65),
+        (1.0, 6, "main", 67),
+        (1.0, 6, "fast", 67),
+    ]
+    assert takes[-1]["pictures_per_second"] == 67 / 2000 and (tmp_path / takes[-1]["file"]).exists()
 
 
 # ------------------------------------------------------------------------------------------------------------ the whole
@@ -276,6 +192,21 @@ def test_an_entry_that_is_there_is_left_alone_and_one_made_otherwise_is_refused(
     (out / "ours.json").unlink()
     assert quality("--entries", "ours", "--out", out) == 0
     assert again == [] and (out / "ours.json").read_bytes() == before[out / "ours.json"]
+
+    # and what was trained: by another sampler it is only drawn again
+    (out / "ours.json").unlink()
+    (out / "ours" / "record.json").unlink()
+    entry = sys.modules["_quality_entry"]
+    monkeypatch.setitem(entry.OUR_SAMPLERS, "fast", entry.Sampler("the run's own", 1, 1.0))
+    monkeypatch.setattr(entry, "train_ours", None)  # calling it would raise a TypeError
+    assert quality("--entries", "ours", "--out", out) == 0
+    result, earlier = json.loads((out / "ours.json").read_text()), json.loads(before[out / "ours.json"])
+    assert again == ["ours"] and result["steps"] == earlier["steps"] and result["mib"]["training"] > 0
+    fast = [take for take in result["takes"] if take["sampler"] == "fast"]
+    assert [(take["steps"], take["guidance"]) for take in fast] == [(1, 1.0)]
+    assert [take["kid"] for take in result["takes"] if take["sampler"] == "main"] == [
+        take["kid"] for take in earlier["takes"] if take["sampler"] == "main"
+    ]
 
     capsys.readouterr()
     assert quality("--entries", "ours", "--seed", "1", "--out", out) == 2
