@@ -100,6 +100,11 @@ class Kept:
         if len(self.moments) > 1 and clock.seconds() >= 60 * self.task.minutes * self.moments[0]:
             self.keep(clock, step)
 
+    def last(self, clock: RunClock, step: int) -> None:
+        """At the end, whatever moments a run of few steps has passed over."""
+        del self.moments[:-1]
+        self.keep(clock, step)
+
     def keep(self, clock: RunClock, step: int) -> None:
         # whatever is kept and drawn later, this is the peak of training
         self.training_mib = self.training_mib or resident_mib("VmHWM")
@@ -162,7 +167,7 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
     if not trainer.run():
         raise ValueError("a signal ended the training")
     seconds = trainer.clock.seconds()
-    trainer.kept.keep(trainer.clock, trainer.step)
+    trainer.kept.last(trainer.clock, trainer.step)
     unet = built.model.unet.config
     sizes = f"block_channels {list(unet.block_channels)}, patch_size {unet.patch_size}"
     recipe = {"batch_size": options.batch_size, "optimizer": options.optimizer, "configuration": sizes}
@@ -217,7 +222,7 @@ def train_peer(task: Task, folder: Path) -> dict[str, Any]:
             peer.step(next(batches), progress)
         kept.look(clock, peer.steps)
     seconds = clock.seconds()
-    kept.keep(clock, peer.steps)
+    kept.last(clock, peer.steps)
     recipe = peer.recipe.told() | {"layout": peer.layout, "layout_ms": layouts}
     return told(task, kept, recipe, peer.parameters, peer.steps, batch_size, seconds)
 

@@ -59,7 +59,7 @@ def test_the_clock_stands_while_weights_are_kept(
     for step in range(1, 7):
         now[0] += 10.0
         kept.look(clock, step)
-    kept.keep(clock, 6)
+    kept.last(clock, 6)
 
     assert clock.seconds() == 60.0 and kept.training_mib > 0
     assert [tuple(place.values()) for place in kept.places] == [
@@ -68,6 +68,9 @@ def test_the_clock_stands_while_weights_are_kept(
         (1.0, 1.0, 6, "weights-1"),
     ]
     assert {path.name for path in tmp_path.iterdir()} == {"weights-0.25", "weights-0.5", "weights-1"}
+    short = entry.Kept(task, tmp_path, save)
+    short.last(clock, 1)
+    assert [place["weights"] for place in short.places] == ["weights-1"]
 
 
 def test_all_is_drawn_at_the_end_and_the_first_by_the_main_sampler_before(
