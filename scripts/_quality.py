@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # they take seconds to import, which a wrong command line nee
 
 MOMENTS = [0.25, 0.5, 1.0]
 ON_GRID, GRID_COLUMNS = 16, 8
-TRAINING, SCORING = "training", "scoring"
+TRAINING, DRAWING, SCORING = "training", "drawing", "scoring"
 
 
 class Scorer(NamedTuple):
@@ -124,7 +124,7 @@ def prepared(options: argparse.Namespace) -> Scorer:
 
 
 def settings_of(options: argparse.Namespace, scorer: Scorer) -> dict[str, dict[str, Any]]:
-    """What entries must have in common to be compared: in training, and in scoring."""
+    """What entries must have in common to be compared: in training, in drawing, and in scoring."""
     from unet_attn.extractors import weights_digest
 
     judged = scorer.judge is not None
@@ -135,21 +135,26 @@ def settings_of(options: argparse.Namespace, scorer: Scorer) -> dict[str, dict[s
         "config": options.config.read_text(encoding="utf-8"),
         "minutes": options.minutes,
         "moments": MOMENTS,
-        "num_pictures": options.num_pictures,
-        "num_between": options.num_between,
         "seed": options.seed,
         "threads": options.threads,
     }
+    drawing = {"num_pictures": options.num_pictures, "num_between": options.num_between}
     scoring = {
         "extractor": scorer.extractor.name,
         "judge": str(options.judge) if judged else None,
         "judge_weights": weights_digest(scorer.judge) if judged else None,
     }
-    return {TRAINING: training, SCORING: scoring}
+    return {TRAINING: training, DRAWING: drawing, SCORING: scoring}
 
 
 def check_earlier(folder: Path, names: list[str], settings: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError for a result that was made otherwise than it would be now."""
+    """Raise ValueError for a result, or trained weights, that were made otherwise than they would be now."""
+    for weights in (folder / name for name in names if (folder / name / "training.json").exists()):
+        then, now = json.loads((weights / "settings.json").read_text(encoding="utf-8"))[TRAINING], settings[TRAINING]
+        if other := [key for key in now if now[key] != then.get(key)]:
+            raise ValueError(
+                f"{weights} was trained with another {' and '.join(other)}: remove it, or choose another --out"
+            )
     for path in (folder / f"{name}.json" for name in names):
         if not path.exists():
             continue
@@ -170,16 +175,17 @@ def trained(name: str, options: argparse.Namespace, settings: dict[str, Any], ch
     """Train and draw in another process what of it is not done yet; returns why it came to no end, None if it did."""
     folder = options.out / name
     asked, record = folder / "settings.json", folder / "record.json"
-    same = asked.exists() and json.loads(asked.read_text(encoding="utf-8")) == settings[TRAINING]
-    if same and record.exists():
+    now = {part: settings[part] for part in (TRAINING, DRAWING)}
+    if record.exists() and json.loads(asked.read_text(encoding="utf-8")) == now:
         return None
-    if not same or not (folder / "training.json").exists():
+    if not (folder / "training.json").exists():  # `check_earlier` saw that what is trained is trained so
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        asked.write_text(json.dumps(settings[TRAINING]) + "\n", encoding="utf-8")
-    keys = ("minutes", "moments", "num_between", "seed", "threads")
-    task = {key: settings[TRAINING][key] for key in keys}
+    record.unlink(missing_ok=True)
+    asked.write_text(json.dumps(now) + "\n", encoding="utf-8")
+    task = {key: settings[TRAINING][key] for key in ("minutes", "moments", "seed", "threads")}
     task |= {"name": name, "config": str(options.config), "data": str(options.data_path), "chosen": chosen}
+    task["num_between"] = options.num_between
     (folder / "task.json").write_text(json.dumps(task) + "\n", encoding="utf-8")
     log = folder / "log.txt"
     code = run_alone([sys.executable, Path(__file__).with_name("_quality_entry.py"), folder], log=log)

@@ -14,10 +14,10 @@ Results = Mapping[str, Result]
 def tables(results: Results) -> str:
     """The entries by their best sampler, and every sampler at the end."""
     first = next(iter(results.values()))
-    settings = first["settings"]["training"]
+    training, drawing = first["settings"]["training"], first["settings"]["drawing"]
     head = (
-        f"{settings['minutes']:g} minutes of training each, seed {settings['seed']}; {first['machine']}. At the end "
-        f"{settings['num_pictures']} pictures, before that {settings['num_between']}.\n"
+        f"{training['minutes']:g} minutes of training each, seed {training['seed']}; {first['machine']}. At the end "
+        f"{drawing['num_pictures']} pictures, before that {drawing['num_between']}.\n"
     )
     return "\n".join([head, by_entry(results), "Every sampler at the end:\n", by_sampler(results)])
 

@@ -147,9 +147,9 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     text_encoder = make(config.text_encoder) if pretrained else None
     context_dim = None
     if has_text:
-        if not pretrained:  # only the captions are missing yet: what else is wrong comes out with none
-            shape = {"vocab_size": 1, "max_length": config.tokenizer.max_length}
-            train_tokenizer([], **config.tokenizer.as_dict()), make(config.text_encoder, **shape)
+        if not pretrained:  # with no captions yet: whatever else is wrong with the two comes out now
+            tokenizer = train_tokenizer([], **config.tokenizer.as_dict())
+            make(config.text_encoder, vocab_size=len(tokenizer), max_length=config.tokenizer.max_length)
         context_dim = text_encoder.output_dim if pretrained else config.text_encoder.init_args.dim
 
     torch.manual_seed(options.seed)

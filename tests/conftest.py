@@ -2,6 +2,12 @@
 
 import os
 import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 # before torch, transformers and diffusers are imported; processes that a test starts inherit all of it
 _cache = tempfile.TemporaryDirectory(prefix="unet-attn-test-cache-")
@@ -12,3 +18,10 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors: a second thread costs more than it brings
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the values asserted are the CPU's; set it to test on a GPU
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A script's module by name; its imports are paid for once."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "scripts"))
+    return import_module

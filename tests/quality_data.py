@@ -1,4 +1,4 @@
-"""Pictures, a configuration and a judge for the tests of `benchmark.py quality`, all tiny."""
+"""Pictures, a configuration and a judge for the tests of whole trainings that are compared, all tiny."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ tokenizer: {vocab_size: 300, max_length: 8}
 unet: {in_channels: 1, block_channels: [8], layers_per_block: 1, attention_levels: [], dim_head: 4, patch_size: 4}
 scheduler: {class_path: diffusers.FlowMatchEulerDiscreteScheduler, init_args: {}}
 objective: {prediction_type: flow}
-train: {output_dir: none, batch_size: 11, optimizer: adamw}
+train: {output_dir: none, batch_size: 11, optimizer: adamw, sample_prompts: [cloud]}
 """
 JUDGE = JudgeSize(
     image_size=8, channels=1, patch_size=4, dim=8, depth=1, heads=2, text_dim=8, text_depth=1, embedding_dim=8

@@ -1,7 +1,6 @@
 """The peers of benchmark.py quality: they learn, are kept, and draw as their projects would."""
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -12,15 +11,6 @@ from quality_data import pictures, quality_folder
 from torch.testing import assert_close
 
 from unet_attn.data import CaptionedImages, DataOptions
-
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A script's module by name; its imports are paid for once."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return import_module
 
 
 @pytest.fixture(scope="module")

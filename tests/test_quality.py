@@ -25,13 +25,6 @@ MINUTES = 0.05
 TICK = 0.02  # seconds that pass whenever the clock is read
 
 
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A script's module by name; its imports are paid for once."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return import_module
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quality_folder(tmp_path_factory.mktemp("quality"))
@@ -212,9 +205,21 @@ def test_an_entry_that_is_there_is_left_alone_and_one_made_otherwise_is_refused(
     ]
 
     capsys.readouterr()
+    assert quality("--entries", "ours", "--num_pictures", "65", "--out", out) == 2
+    assert "ours.json was made with another num_pictures: remove it" in capsys.readouterr().err
+    (out / "ours.json").unlink()
+    assert quality("--entries", "ours", "--num_pictures", "65", "--out", out) == 0
+    result = json.loads((out / "ours.json").read_text())
+    assert [take["pictures"] for take in result["takes"]] == [64, 64, 65, 65, 65] and result["steps"] == earlier[
+        "steps"
+    ]
+
+    # what took hours is never thrown away unasked
+    capsys.readouterr()
     assert quality("--entries", "ours", "--seed", "1", "--out", out) == 2
     error = capsys.readouterr().err
-    assert error == (f"error: {out / 'ours.json'} was made with another seed: remove it, or choose another --out\n")
+    assert error == (f"error: {out / 'ours'} was trained with another seed: remove it, or choose another --out\n")
+    assert (out / "ours" / "weights-1").exists()
 
 
 def test_an_entry_that_fails_leaves_the_others_their_turn(

@@ -11,25 +11,14 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from quality_data import JUDGE, TINY
 
 from unet_attn import extractors
-from unet_attn.judge import Judge, JudgeFeatures, JudgeSize
+from unet_attn.judge import Judge, JudgeFeatures
 from unet_attn.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = sorted((ROOT / "configs" / "experiments").glob("*.yaml"))
-TINY = """
-data: {path: none, resolution: 8, caption_dropout: 0.1}
-text_encoder: {class_path: unet_attn.text_encoder.TextEncoder, init_args: {dim: 8, depth: 1, heads: 2}}
-tokenizer: {vocab_size: 300, max_length: 8}
-unet: {in_channels: 1, block_channels: [8], layers_per_block: 1, attention_levels: [], dim_head: 4, patch_size: 4}
-scheduler: {class_path: diffusers.FlowMatchEulerDiscreteScheduler, init_args: {}}
-objective: {prediction_type: flow}
-train: {output_dir: none, batch_size: 11, optimizer: adamw, sample_prompts: [cloud]}
-"""
-JUDGE = JudgeSize(
-    image_size=8, channels=1, patch_size=4, dim=8, depth=1, heads=2, text_dim=8, text_depth=1, embedding_dim=8
-)
 
 
 @pytest.fixture
