@@ -6,6 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from _reading import reading_options, section_of
 from sample import chosen_steps
 
 if TYPE_CHECKING:  # they take seconds to import, which a wrong command line need not wait for
@@ -16,9 +17,6 @@ if TYPE_CHECKING:  # they take seconds to import, which a wrong command line nee
     from unet_attn.judge import Judge
     from unet_attn.pipelines.text_to_image import TextToImagePipeline
 
-# how the run's pictures and captions were read
-DATA_KEYS = ("caption_extension", "class_template", "text_column", "image_column", "split")
-DATA_KEYS += ("background", "on_error", "max_pixels")
 OUR_KEYS = {"kid", "frechet", "extractor", "seeds"}  # of every evaluation.json since the first release
 MOST_FOR_COLOUR = 64  # pictures
 COLOURED = 16  # of 255: how far the channels of a pixel are apart; grey that was compressed as JPEG stays below
@@ -92,12 +90,13 @@ def read_pictures(path: Path, run: Path, pipeline: "TextToImagePipeline", *, tra
     from unet_attn.data import CaptionedImages, DataOptions
 
     section = data_section(run)
-    keys = (*DATA_KEYS, "validation_share") if trained_on else DATA_KEYS
+    held_out = {"validation_share": section["validation_share"]} if trained_on and "validation_share" in section else {}
     options = DataOptions(
         path=str(path),
         resolution=pipeline.unet.config.sample_size,
         caption_dropout=0.0,
-        **{key: section[key] for key in keys if key in section},
+        **reading_options(section),
+        **held_out,
     )
     return CaptionedImages(
         options, channels=pipeline.unet.config.out_channels, require_captions=pipeline.text_encoder is not None
@@ -106,13 +105,8 @@ def read_pictures(path: Path, run: Path, pipeline: "TextToImagePipeline", *, tra
 
 def data_section(run: Path) -> dict[str, Any]:
     """What the run's config says of its data; empty for a pipeline without one."""
-    import yaml
-
     config = run / "config.yaml"
-    try:
-        return yaml.safe_load(config.read_text(encoding="utf-8"))["data"] if config.exists() else {}
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise ValueError(f"{config} is no configuration of a run: {error}") from error
+    return section_of(config, "data") if config.exists() else {}
 
 
 def chosen_judge(

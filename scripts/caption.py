@@ -155,7 +155,9 @@ def read_pictures(options: argparse.Namespace) -> "CaptionedImages":
     from unet_attn.data import CaptionedImages, DataOptions
     from unet_attn.tables import is_table
 
-    data_options = DataOptions(path=str(options.data), resolution=options.resolution, caption_dropout=0.0)
+    data_options = DataOptions(
+        path=str(options.data), resolution=options.resolution, caption_dropout=0.0, **options.reading
+    )
     if options.data.exists() and is_table(data_options):
         raise ValueError(f"{options.data} is a table with pictures inside; captions are proposed for a folder of files")
     data = CaptionedImages(data_options, channels=options.channels, require_captions=False)

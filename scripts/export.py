@@ -1,7 +1,7 @@
 """Export a trained run for programs without torch.
 
     python scripts/export.py RUN --onnx [--out DIR]        # DIR: RUN/onnx
-    python RUN/onnx/sample.py --prompt "a heart"           # numpy and onnxruntime alone
+    python RUN/onnx/sample.py --prompt "a heart"           # numpy, onnxruntime, pillow, tokenizers
 
 The folder holds unet.onnx and text_encoder.onnx, for any batch, size and caption length, the tokenizer, the noise
 schedule in settings.json, and a small sampler to begin from. Both networks are compared with torch first.

@@ -2,8 +2,8 @@
 
     python scripts/report.py RUN
 
-Training writes both when it ends; this writes them again, after scripts/evaluate.py or for a run that still goes on. A
-card that a person wrote or changed stays as it is.
+Training writes both when it ends, and scripts/evaluate.py when it has measured; this also for a run that still goes
+on. A card that a person wrote or changed stays as it is.
 """
 
 import argparse

@@ -337,6 +337,10 @@ def main(arguments: list[str] | None = None) -> int:
             # what is wrong with data is a list of files, a line each
             print(f"error: {error if isinstance(error, DataError) else ' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except torch.OutOfMemoryError as error:
+        remedy = "raise train.gradient_accumulation_steps, or lower what docs/training.md names (Too slow, too large)"
+        print(f"error: {str(error).split('. ')[0]}: {remedy}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _folder import check_folder
+from _reading import reading_options, section_of
 
 if TYPE_CHECKING:  # they take seconds to import, which a wrong command line need not wait for
     from torch import Tensor
@@ -36,8 +37,9 @@ def main() -> int:
 
 def add_training_options(parser: argparse.ArgumentParser, *, network: str, dim: int, steps: int) -> None:
     """What the training of a small network on pictures asks for; `network` is what has the width `dim`."""
-    parser.add_argument("--resolution", type=int, default=32, help="side in pixels (default 32)")
-    parser.add_argument("--channels", type=int, choices=(1, 3), default=3, help="1 = grey, 3 = colour (default 3)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a training's YAML file: data is read as it says")
+    parser.add_argument("--resolution", type=int, help="side in pixels (default: the --config's, or 32)")
+    parser.add_argument("--channels", type=int, choices=(1, 3), help="1 = grey, 3 = colour (default: likewise, or 3)")
     parser.add_argument("--patch_size", type=int, default=8, help="side of a patch, divides the resolution (default 8)")
     parser.add_argument("--dim", type=int, default=dim, help=f"width of the {network} (default {dim})")
     parser.add_argument("--steps", type=int, default=steps, help=f"training steps (default {steps})")
@@ -49,6 +51,7 @@ def add_training_options(parser: argparse.ArgumentParser, *, network: str, dim: 
 def told_in_one_line(work: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
     """Do the work; returns the exit code, 2 where it was refused with one line on stderr."""
     try:
+        take_config(options)
         for name, least in LEAST.items():
             if getattr(options, name) < least:
                 raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
@@ -62,6 +65,19 @@ def told_in_one_line(work: Callable[[argparse.Namespace], None], options: argpar
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def take_config(options: argparse.Namespace) -> None:
+    """Settle how data is read (`options.reading`, of DataOptions), and its resolution and channels if not given."""
+    data, unet = ({} if options.config is None else section_of(options.config, name) for name in ("data", "unet"))
+    options.reading = reading_options(data)
+    if options.resolution is None:
+        options.resolution = data.get("resolution", 32)
+    if options.channels is None:
+        options.channels = unet.get("in_channels", 3)
+    for value, name in ((options.resolution, "data.resolution"), (options.channels, "unet.in_channels")):
+        if not isinstance(value, int):
+            raise ValueError(f"{options.config}: {name} must be a whole number, got {value!r}")
 
 
 def check_new_folder(folder: Path, option: str, data: Path) -> None:
@@ -94,7 +110,7 @@ def train(options: argparse.Namespace) -> None:
 
     device = chosen_device(options.device)
     data = CaptionedImages(
-        DataOptions(path=str(options.data), resolution=options.resolution, caption_dropout=0.0),
+        DataOptions(path=str(options.data), resolution=options.resolution, caption_dropout=0.0, **options.reading),
         channels=options.channels,
     )
     items = [item for item in (data[index] for index in range(len(data))) if item["caption"]]

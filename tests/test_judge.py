@@ -166,6 +166,33 @@ def test_the_script_trains_says_how_good_it_is_and_saves(
     assert told in capsys.readouterr().out
 
 
+def test_the_script_reads_pictures_and_captions_as_a_training_does(
+    train_script: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = captioned_folder(tmp_path / "data", 211, captions=103)
+    (data / "metadata.jsonl").write_text((data / "metadata.jsonl").read_text().replace('"text"', '"title"'))
+    (data / "damaged.png").write_bytes(b"no picture")
+    config = tmp_path / "my.yaml"
+    section = "{path: elsewhere, resolution: 8, text_column: title, on_error: skip, caption_dropout: 0.5}"
+    config.write_text(f"data: {section}\nunet: {{in_channels: 1}}\n")
+
+    assert train_script(data, "--out", tmp_path / "judge", "--steps", "3") == 2  # nothing says where captions are
+    assert train_script(data, "--out", tmp_path / "judge", "--steps", "3", "--config", config) == 0
+
+    judge = Judge.load(tmp_path / "judge")
+    assert (judge.size.image_size, judge.size.channels) == (8, 1)
+    assert judge.record["held_out_pictures"] + judge.record["trained_pictures"] == 211
+
+    capsys.readouterr()
+    for text, told in (
+        ("data: {resolution: tall}", f"{config}: data.resolution must be a whole number, got 'tall'"),
+        ("- a list", f"{config} is no configuration of a training"),
+    ):
+        config.write_text(f"{text}\nunet: {{}}\n" if text.startswith("data") else text)
+        assert train_script(data, "--out", tmp_path / "other", "--config", config) == 2
+        assert capsys.readouterr().err.startswith(f"error: {told}")
+
+
 def test_near_doubles_of_trained_pictures_are_counted_and_left_out(
     train_script: Callable[..., int], trained: Judge
 ) -> None:

@@ -284,7 +284,11 @@ def test_a_folder_with_another_run_is_left_as_it_is(script: ModuleType, config: 
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+FINISH = ROOT / "configs" / "few_steps.yaml"  # laid over another
+COMPLETE = sorted(set((ROOT / "configs").glob("*.yaml")) - {FINISH})
+
+
+@pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.stem)
 def test_every_shipped_config_parses_and_holds_the_keys_of_the_table(script: ModuleType, path: Path) -> None:
     script.make_parser().parse_args(["--config", str(path)])
     values = yaml.safe_load(path.read_text())
@@ -292,6 +296,32 @@ def test_every_shipped_config_parses_and_holds_the_keys_of_the_table(script: Mod
     assert [(section, key) for section, keys in TABLE.items() for key in keys if key not in values[section]] == []
     assert values["data"]["on_error"] == "fail"
     assert {"text_encoder", "unet", "tokenizer", "objective"} <= values.keys()
+
+
+def test_the_finish_of_few_steps_changes_what_it_says_of_a_config_and_nothing_else(script: ModuleType) -> None:
+    def flat(*paths: Path) -> dict[str, object]:
+        given = [part for path in paths for part in ("--config", str(path))]
+        return vars(script.make_parser().parse_args(given).as_flat()) | {"config": None}
+
+    before, after = flat(ROOT / "configs" / "icons.yaml"), flat(ROOT / "configs" / "icons.yaml", FINISH)
+    said = {f"{section}.{key}" for section, keys in yaml.safe_load(FINISH.read_text()).items() for key in keys}
+
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    # the scheduler's own defaults come with its class
+    assert {key for key in changed if not key.startswith("scheduler.init_args.")} <= said
+    assert {"data.caption_dropout", "scheduler.class_path", "train.ema_decay", "train.learning_rate"} <= changed
+    assert after["consistency.start"] == "runs/mine"
+
+
+def test_too_small_a_gpu_is_told_with_the_way_out(script: ModuleType, config: Path, monkeypatch, capsys) -> None:
+    def too_large(trainer: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 8.")
+
+    monkeypatch.setattr(script.Trainer, "_train_step", too_large)
+
+    assert script.main(["--config", str(config)]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: CUDA out of memory: raise train.gradient_accumulation_steps, or lower")
 
 
 def test_a_signal_ends_the_process_with_a_code_of_its_own(

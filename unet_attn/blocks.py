@@ -32,7 +32,7 @@ def zero_init(layer: nn.Module) -> nn.Module:
 
 
 def sinusoidal_embedding(timestep: Tensor, dim: int) -> Tensor:
-    """Cosines and sines of the timestep at dim / 2 frequencies from 1 down to 1e-4 (Vaswani et al. 2017, section 3.5).
+    """Cosines and sines of the timestep at dim / 2 frequencies from 1 towards 1e-4 (Vaswani et al. 2017, section 3.5).
 
     timestep: (B,), in 0 .. 1000. Returns (B, dim) float32.
     """

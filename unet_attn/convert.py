@@ -1,7 +1,8 @@
 """Attention modules to and from other projects' modules, with their weights.
 
+    from unet_attn.attention_extras import OverPixels
     from unet_attn.convert import from_diffusers
-    ours = from_diffusers(unet.down_blocks[0].attentions[0], kind=OverPixels)
+    ours = from_diffusers(unet.mid_block.attentions[0], kind=OverPixels)  # of a UNet2DModel
 
 Every function takes a module and returns a new one with copies of the weights, which computes the same. What ours
 cannot express is refused with a ValueError that names it; nothing is guessed. A bias that is not there stays away, in

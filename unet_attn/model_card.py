@@ -117,8 +117,8 @@ def _usage(record: RunRecord) -> str:
     )
     return (
         "## How to use it\n\nThe name in quotes is this folder, or its repository. With unet-attn, which runs no code "
-        f"of the folder:\n\n```python\n{ours}\n```\n\nWith diffusers alone, by the code that the folder carries:\n\n"
-        f"```python\n{stock}\n```"
+        f"of the folder:\n\n```python\n{ours}\n```\n\nWith diffusers, transformers and einops, by the code that the "
+        f"folder carries:\n\n```python\n{stock}\n```"
     )
 
 

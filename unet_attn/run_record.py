@@ -66,7 +66,7 @@ class Metrics:
         return pictures / self["pictures_per_second"]
 
     def loss_by_part(self) -> dict[str, tuple[list[float], list[float]]]:
-        """The middles of the eighths of the noise levels and the mean loss in each, early and late in the run.
+        """The middles of the eighths of the noise levels and the mean loss in each, by the part of the run.
 
         An eighth that had no sample is left out; empty where none was recorded.
         """

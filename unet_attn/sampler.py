@@ -63,7 +63,7 @@ def stratified_uniform(seed: int, step: int, batch_size: int) -> Tensor:
 
 
 def held_out(names: Sequence[str], share: float) -> list[bool]:
-    """Which of the pictures are held out: about `share` of them, each by its own name alone.
+    """Which of the pictures are held out: about `share` of them, each by its own name alone, its path within the data.
 
     So pictures that are added later, or another seed, do not move a picture from one side to the other.
     """
