@@ -52,7 +52,23 @@ def tokenize(
     limit = caption_limit(tokenizer, text_encoder)
     bounds = {"truncation": True, "max_length": limit} if limit < UNBOUNDED else {}
     places = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if with_places else {}
-    return tokenizer(captions, padding=True, return_tensors="pt", **bounds, **places)
+    asked = {"return_tensors": "pt", "padding_side": "right", **places}
+    tokens = tokenizer(captions, padding=True, **bounds, **asked)
+    if not tokens.input_ids.shape[1]:  # empty captions, of which no special token remains: a network needs one place
+        tokens = tokenizer(captions, padding="max_length", max_length=1, **asked)
+    return tokens
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> None:
+    """Raise ValueError for a tokenizer whose tokens this text encoder cannot take, or no batch can be made of."""
+    if tokenizer.pad_token is None:
+        raise ValueError("the tokenizer has no pad_token to fill a batch up with: set one that it has, as eos_token")
+    if tokenizer.truncation_side != "right":
+        raise ValueError("the tokenizer's truncation_side must be 'right': a caption that is too long loses its end")
+    config = text_encoder.config
+    rows = config.get("vocab_size") or (config.get("model_config") or {}).get("vocab_size")
+    if rows and len(tokenizer) > rows:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the text encoder vectors for {rows}")
 
 
 def warn_of_cuts(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> None:

@@ -91,7 +91,7 @@ def load_component(
     logging.set_verbosity(logging.CRITICAL)  # what it warns of is an error below, in one line
     try:
         # without low_cpu_mem_usage: buffers that are not saved must be made
-        return cls.from_pretrained(
+        model = cls.from_pretrained(
             directory,
             variant=variant,
             low_cpu_mem_usage=False,
@@ -99,6 +99,8 @@ def load_component(
             local_files_only=True,
             **options,
         )
+        # of a file of several dtypes each weight would keep its own
+        return model.to(options.get("torch_dtype", torch.float32))
     except (OSError, RuntimeError) as error:
         raise ValueError(f"the weights in {directory} cannot be read: {_one_line(error)}") from error
     finally:

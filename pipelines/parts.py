@@ -9,6 +9,7 @@ from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from unet_attn.pipelines.captions import check_tokenizer
 from unet_attn.pipelines.inputs import check_count, check_guidance_scale
 from unet_attn.pipelines.loading import check_format_version, load_components
 from unet_attn.pipelines.portable import check_portable, write_code_files
@@ -191,15 +192,21 @@ def check_unshared(**networks: nn.Module | None) -> None:
 
     networks: by the names that a message gives them. Raises ValueError naming both places.
     """
-    places: dict[int, str] = {}
+    places: dict[object, str] = {}
     for part, network in networks.items():
         for name, weight in () if network is None else network.named_parameters(remove_duplicate=False):
-            place = f"{part}.{name}"
-            if places.setdefault(id(weight), place) != place:
+            place, found = f"{part}.{name}", _where(weight)
+            if places.setdefault(found, place) != place:
                 raise ValueError(
-                    f"{places[id(weight)]} and {place} are one and the same weight, which cannot be saved and loaded "
+                    f"{places[found]} and {place} are one and the same weight, which cannot be saved and loaded "
                     "again: give each place its own, as copy.deepcopy makes it"
                 )
+
+
+def _where(weight: nn.Parameter) -> object:
+    """What two parameters have in common that are one, or lie at one address; not all have an address."""
+    plain = type(weight.data) is torch.Tensor and weight.device.type != "meta" and weight.numel()
+    return (weight.device, weight.data_ptr()) if plain else id(weight)
 
 
 def _checked_defaults(steps: int, guidance_scale: float) -> dict[str, int | float]:
@@ -232,6 +239,8 @@ def _check_parts(
     found = None if text_encoder is None else text_encoder.output_dim
     if wanted != found:
         raise ValueError(f"the U-Net has context_dim {wanted}, but the text encoder's output_dim is {found}")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, text_encoder)
     check_unshared(unet=unet, text_encoder=text_encoder)
     # what it shares with the U-Net is saved with both, and never trained
     check_unshared(guide_unet=guide_unet)

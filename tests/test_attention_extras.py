@@ -105,6 +105,18 @@ def test_memory_tokens_are_read_even_where_every_given_token_is_masked() -> None
     assert_close(module(x, context, context, mask), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_one_number_for_all_keys_leaves_memory_tokens_as_they_are() -> None:
+    torch.manual_seed(0)
+    layer = ExtendedMultiHeadAttention(12, heads=3, memory_tokens=2)
+    x = torch.randn(2, 5, 12)
+    mask, bias = torch.tensor([[1], [0]]), torch.randn(2, 1, 5, 1)
+    assert torch.equal(layer(x, x, x, mask), layer(x, x, x, mask.expand(2, 5)))
+    assert_close(layer(x, x, x, bias=bias), layer(x, x, x, bias=bias.expand(2, 3, 5, 5)))
+    assert not torch.allclose(layer(x, x, x, bias=bias), layer(x, x, x))  # the memory has no bias
+    with pytest.raises(ValueError, match="memory_tokens must be at least 0, got -1"):
+        ExtendedMultiHeadAttention(12, heads=3, memory_tokens=-1)
+
+
 def test_dropout_is_off_in_evaluation() -> None:
     x = torch.randn(2, 11, 12)
     for module in (ExtendedMultiHeadAttention(12, 3, dropout=0.5), MultiHeadAttention(12, 3, dropout=0.5)):
@@ -222,6 +234,11 @@ def test_chunks_agree_with_the_whole_forward_and_backward() -> None:
     for chunk in (0, -1):
         with pytest.raises(ValueError, match=f"chunk must be at least 1 query, got {chunk}"):
             attention_in_chunks(*inputs, mask, chunk=chunk)
+
+
+def test_of_no_queries_the_chunks_are_empty() -> None:
+    nothing, some = torch.zeros(2, 0, 4), torch.randn(2, 3, 4)
+    assert attention_in_chunks(nothing, some, some).shape == (2, 0, 4)
 
 
 def test_chunks_and_the_fused_kernel_never_hold_the_whole_matrix() -> None:

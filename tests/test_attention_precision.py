@@ -123,3 +123,38 @@ def test_autocast_to_bfloat16_stays_close_to_float32(kind: str) -> None:
     output.float().sum().backward()
     assert_close(output.float(), module(*inputs), atol=3e-2, rtol=3e-2)
     assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_bias_that_is_far_below_for_every_key_of_a_query_changes_nothing(dtype: torch.dtype, lowest: float) -> None:
+    heads, width = 2, 8
+    query, key, value = (randn(1, 4, heads * width, seed=seed).to(dtype).requires_grad_() for seed in range(3))
+    bias = torch.zeros(1, 1, 4, 4)
+    bias[..., 2, :] = lowest
+    bias[..., 3, 0] = lowest  # for one key alone it hides it
+
+    def mixed(bias: Tensor) -> Tensor:
+        return multi_head_attention(query, key, value, heads=heads, bias=bias)
+
+    def weighed(bias: Tensor) -> Tensor:
+        split = (rearrange(x, "b n (heads d) -> b heads n d", heads=heads) for x in (query, key, value))
+        return rearrange(attention(*split, bias=bias)[0], "b heads n d -> b n (heads d)")
+
+    near = {"rtol": 0.0, "atol": 2e-2 if dtype == torch.bfloat16 else 2e-3}
+    for form in (mixed, weighed):
+        plain, biased = form(torch.zeros_like(bias)), form(bias)
+        assert_close(biased[:, :3], plain[:, :3], **near)
+        assert not torch.allclose(biased[:, 3], plain[:, 3], **near)
+        gradients = [torch.autograd.grad(x[:, 2].float().sum(), (query, key, value)) for x in (plain, biased)]
+        for expected, found in zip(*gradients, strict=True):
+            assert_close(found, expected, **near)
+
+
+def test_a_bias_of_minus_infinity_for_every_key_still_gives_nothing() -> None:
+    query = randn(1, 3, 8, seed=0)
+    bias = torch.zeros(3, 3)
+    bias[1] = float("-inf")
+    output, weights = attention(query, query, query, bias=bias)
+    assert torch.equal(output[:, 1], torch.zeros(1, 8)) and torch.equal(weights[:, 1], torch.zeros(1, 3))
+    assert output.isfinite().all()

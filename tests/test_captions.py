@@ -4,13 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import ModelMixin
 from pipeline_parts import scheduler_for, text_parts, tiny_unet
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from unet_attn.inspection import describe_captions
+from unet_attn.model import TextConditionalUNet
 from unet_attn.pipelines.captions import POSITIONS_AFTER_PADDING, caption_limit, encode_captions
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
-from unet_attn.text_encoder import PretrainedText
+from unet_attn.text_encoder import PretrainedText, TextEncoder
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 ROWS = 20  # of the table of positions
@@ -77,3 +82,65 @@ def test_what_is_counted_as_cut_and_what_is_exported_follow_the_same_limit(monke
 
     pipe = TextToImagePipeline(tiny_unet(context_dim=8), scheduler_for("flow"), encoder, tokenizer)
     assert settings_of(pipe)["text"]["max_length"] == limit == ROWS - 2
+
+
+def words_only(**special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of words that adds no special tokens, as GPT-2's."""
+    words = {word: number for number, word in enumerate(("<|end|>", "a", "red", "heart"))}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<|end|>")), model_max_length=8, **special
+    )
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> PretrainedText:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", **OTHER_SIZES["gpt2"], vocab_size=vocab_size)
+    return PretrainedText("", config.to_dict())
+
+
+def test_an_empty_caption_of_a_tokenizer_without_special_tokens_is_a_masked_place() -> None:
+    tokenizer = words_only(pad_token="<|end|>")
+    tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
+    encoder = text_of(tokenizer, 4)
+    states, mask = encode_captions(["", ""], tokenizer, encoder)
+    assert states.shape == (2, 1, 8) and not mask.any()
+
+    pipe = TextToImagePipeline(tiny_unet(context_dim=8), scheduler_for("flow"), encoder, tokenizer)
+    pipe.set_progress_bar_config(disable=True)
+    options = {"num_inference_steps": 2, "guidance_scale": 1.0, "output_type": "pt"}
+    alone = pipe("", generator=torch.Generator().manual_seed(0), **options).images
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    beside = pipe(["", "a red heart"], generator=generators, **options).images
+    assert alone.isfinite().all()
+    torch.testing.assert_close(beside[:1], alone, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["own", "gpt2"])
+def test_a_caption_means_the_same_beside_longer_ones_whatever_side_its_tokenizer_pads(kind: str) -> None:
+    if kind == "own":
+        encoder, tokenizer = text_parts()
+    else:
+        tokenizer = words_only(pad_token="<|end|>")
+        tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
+        encoder = text_of(tokenizer, 4)
+    tokenizer.padding_side = "left"
+    alone, _ = encode_captions(["a"], tokenizer, encoder)
+    beside, mask = encode_captions(["a", "a red heart a"], tokenizer, encoder)
+    torch.testing.assert_close(beside[0, mask[0]], alone[0], rtol=0.0, atol=1e-5)
+
+
+def test_tokenizers_that_do_not_go_with_the_text_encoder_are_refused_when_put_together() -> None:
+    def refused(tokenizer: PreTrainedTokenizerFast, encoder: ModelMixin, message: str) -> None:
+        unet = tiny_unet(context_dim=encoder.output_dim)
+        with pytest.raises(ValueError, match=message):
+            TextToImagePipeline(unet, scheduler_for("flow"), encoder, tokenizer)
+        with pytest.raises(ValueError, match=message):
+            TextConditionalUNet(unet, encoder, tokenizer)
+
+    encoder = text_of(words_only(), 4)
+    refused(words_only(), encoder, "no pad_token to fill a batch up with")
+    refused(words_only(pad_token="[PAD]"), encoder, "has 5 tokens, the text encoder vectors for 4")
+    refused(words_only(pad_token="<|end|>", truncation_side="left"), encoder, "truncation_side must be 'right'")
+    own, tokenizer = text_parts()
+    small = TextEncoder(len(tokenizer) - 1, dim=12, heads=3, max_length=own.config.max_length)
+    refused(tokenizer, small, f"has {len(tokenizer)} tokens, the text encoder vectors for {len(tokenizer) - 1}")

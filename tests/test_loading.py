@@ -171,6 +171,22 @@ def test_the_dtype_is_that_of_every_float_of_every_part(saved, dtype):
         assert {parameter.dtype for parameter in parameters} == {torch.float16}
 
 
+@pytest.mark.parametrize("dtype", [None, "float32", "fp16"])
+def test_a_file_of_several_dtypes_loads_in_the_one_asked_for(tmp_path, dtype):
+    pipe = tiny_pipeline()
+    pipe.unet.down.half()  # the first weights of the file, and not the others
+    pipe.unet.save_pretrained(tmp_path)
+    wanted = torch.float16 if dtype == "fp16" else torch.float32
+    for loaded in (
+        load_component(AttnUNet2D, tmp_path, dtype=dtype),
+        AttnUNet2D.from_pretrained(tmp_path, dtype=wanted),
+    ):
+        assert {weight.dtype for weight in loaded.parameters()} == {wanted}
+    pipe.unet.float().half().conv_in.float()
+    pipe.unet.save_pretrained(tmp_path)
+    assert {weight.dtype for weight in load_component(AttnUNet2D, tmp_path, dtype=dtype).parameters()} == {wanted}
+
+
 def test_what_is_no_floating_dtype_is_refused():
     for dtype in ("int8", "half a byte", "nn", 16, torch.int32):
         with pytest.raises(ValueError, match="dtype must be"):

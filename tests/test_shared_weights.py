@@ -26,6 +26,20 @@ def test_within_a_network_both_places_are_named_in_training_and_in_a_pipeline() 
     TextConditionalUNet(unet, text_encoder, tokenizer)
 
 
+def test_two_parameters_at_one_address_are_one_weight() -> None:
+    unet, (text_encoder, tokenizer) = tiny_unet(), text_parts()
+    first, second = (unet.down["3x3"][0].self_attention, unet.mid.self_attention)
+    second.load_state_dict(first.state_dict())
+    for ours, others in zip(second.parameters(), first.parameters(), strict=True):
+        ours.data = others.data
+    for make in (
+        lambda: TextConditionalUNet(unet, text_encoder, tokenizer),
+        lambda: TextToImagePipeline(unet, scheduler_for("flow"), text_encoder, tokenizer),
+    ):
+        with pytest.raises(ValueError, match=r"unet\.down\.3x3\.0\.self_attention\.\S+ and unet\.mid\.self_attention"):
+            make()
+
+
 def test_between_the_networks_it_is_refused_at_the_call_and_at_saving_too(tmp_path) -> None:
     pipe = tiny_pipeline()
     pipe.text_encoder.extra = pipe.unet.text_embedding

@@ -3,8 +3,22 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import BartConfig, BartModel, BertConfig, BertModel, PreTrainedModel, T5Config, T5Model
+from transformers import (
+    BartConfig,
+    BartModel,
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPModel,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetModel,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
+)
 
+from unet_attn.pipelines.captions import position_limit
 from unet_attn.pipelines.loading import load_component
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 
@@ -43,6 +57,12 @@ def test_more_tokens_than_positions_are_refused(encoder: TextEncoder) -> None:
 def test_an_unknown_format_is_refused_naming_both_versions() -> None:
     with pytest.raises(ValueError, match=r"format_version 2.*reads 1"):
         TextEncoder(31, 12, 1, 3, 11, format_version=2)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "dim", "depth", "heads", "max_length"])
+def test_no_size_at_all_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"text_encoder\.{key} must be at least 1, got None"):
+        TextEncoder(**({"vocab_size": 31} | {key: None}))
 
 
 def test_a_width_of_zero_is_refused_by_name() -> None:
@@ -119,6 +139,50 @@ def test_of_an_encoder_with_a_decoder_the_encoder_is_taken_saved_and_loaded(kind
     loaded = [PretrainedText.from_pretrained(tmp_path / "saved", low_cpu_mem_usage=lean) for lean in (True, False)]
     for each in (encoder, *loaded):
         assert_close(each(ids, mask).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_encoder_that_was_saved_without_its_decoder_is_one(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = T5EncoderModel(T5Config(vocab_size=31, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)).eval()
+    model.save_pretrained(tmp_path / "t5")
+    ids, mask = torch.randint(3, 31, (2, 5)), torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])
+
+    encoder = PretrainedText(str(tmp_path / "t5"))
+    encoder.save_pretrained(tmp_path / "saved")
+
+    for each in (encoder, PretrainedText.from_pretrained(tmp_path / "saved")):
+        assert_close(each(ids, mask).last_hidden_state, model(ids, mask).last_hidden_state, atol=1e-5, rtol=1e-5)
+
+
+def test_of_a_model_of_pictures_and_text_the_texts_is_taken_saved_and_loaded(tmp_path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = sizes | {
+        "vocab_size": 31,
+        "max_position_embeddings": 9,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = CLIPConfig(text_config=text, vision_config=sizes | {"image_size": 8, "patch_size": 4}, projection_dim=8)
+    model = CLIPModel(config).eval()
+    model.save_pretrained(tmp_path / "clip")
+    ids, mask = torch.randint(3, 31, (2, 5)), torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])
+    expected = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    encoder = PretrainedText(str(tmp_path / "clip"))
+    encoder.save_pretrained(tmp_path / "saved")
+
+    assert encoder.output_dim == 8 and not any("vision" in name for name, _ in encoder.named_parameters())
+    assert position_limit(encoder.config.model_config) == 9
+    for each in (encoder, PretrainedText.from_pretrained(tmp_path / "saved")):
+        assert_close(each(ids, mask).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_without_a_width_is_no_text_model(tmp_path) -> None:
+    ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"text_encoder\.path .*: a ResNetModel is no text model"):
+        PretrainedText(str(tmp_path))
 
 
 def encoder_decoder(kind: str) -> PreTrainedModel:

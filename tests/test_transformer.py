@@ -142,6 +142,14 @@ def test_masked_mean_counts_real_tokens_only() -> None:
     assert masked_mean(tokens[1:], None).tolist() == [[6.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_masked_mean_of_large_tokens_is_as_exact_in_half_precision(dtype: torch.dtype) -> None:
+    tokens, mask = torch.full((1, 77, 4), 1000.0, dtype=dtype, requires_grad=True), torch.ones(1, 77)
+    mean = masked_mean(tokens, mask)
+    assert mean.dtype == dtype and torch.equal(mean, tokens.mean(dim=1))
+    assert torch.equal(mean, torch.full((1, 4), 1000.0, dtype=dtype))
+
+
 def test_a_sequence_longer_than_the_positions_is_refused_naming_both() -> None:
     with pytest.raises(ValueError, match=r"9 tokens.*max_length 8"):
         TokenEmbedding(5, 4, 8)(torch.zeros(1, 9, dtype=torch.long))

@@ -49,7 +49,7 @@ def attention(
         hidden = None if mask is None else ~mask
         if bias is not None:
             _check_broadcast("bias", bias, scores.shape)
-            scores = scores + bias
+            scores = scores + _levelled(bias)
             nothing = scores.isneginf().all(dim=-1, keepdim=True)  # a softmax over that is NaN
             hidden = nothing if hidden is None else hidden | nothing
         if hidden is not None:
@@ -86,7 +86,7 @@ def multi_head_attention(
     """
     check_equal("width", -1, query, key, value)
     check_equal("batch size", 0, query, key, value)
-    _check_divisible(query.shape[-1], heads)
+    head_width(query.shape[-1], heads)
     query, key, value = (split_heads(x, heads) for x in (query, key, value))
     return merge_heads(_fused(query, key, value, mask, bias, is_causal, dropout_p))
 
@@ -125,7 +125,8 @@ def _fused(
         _check_broadcast("bias", bias, _shape_of_scores(query, key))
         if is_causal:
             mask, is_causal = _lower_triangle(query, key), False
-        mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
+        bias = _levelled(bias).to(query.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
 
     # a head whose last axis is strided falls off the fast kernels without a word
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -133,6 +134,13 @@ def _fused(
     if attended is not None:
         output = output.masked_fill(~attended, 0.0)
     return output if spoilt is None else output.masked_fill(spoilt, float("nan"))
+
+
+def _levelled(bias: Tensor) -> Tensor:
+    """Less the largest of its row, which a softmax does not see: beside -1e9 for every key the scores would be lost."""
+    if not bias.shape[-1]:
+        return bias
+    return bias - bias.detach().amax(dim=-1, keepdim=True).nan_to_num(0.0, posinf=0.0, neginf=0.0)
 
 
 def _lower_triangle(query: Tensor, key: Tensor) -> Tensor:
@@ -157,13 +165,10 @@ def _shape_of_scores(query: Tensor, key: Tensor) -> tuple[int, ...]:
 def _four_axes(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
     """(B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk) -> bool, with four axes. scores: their sizes, (B, heads, Nq, Nk)."""
     _require_tensor("mask", mask)
-    if mask.ndim == 2:
-        return rearrange(_checked_mask(mask, (scores[0], scores[3])), "b k -> b 1 1 k")
-    if mask.ndim == 3:
-        return rearrange(_checked_mask(mask, (scores[0], *scores[2:])), "b q k -> b 1 q k")
-    if mask.ndim == 4:
-        return _checked_mask(mask, scores)
-    raise ValueError(f"mask must be (B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk), got shape {tuple(mask.shape)}")
+    if not 2 <= mask.ndim <= 4:
+        raise ValueError(f"mask must be (B, Nk), (B, Nq, Nk) or (B, heads, Nq, Nk), got shape {tuple(mask.shape)}")
+    mask = _checked_mask(mask, (scores[0], *scores[5 - mask.ndim :]))
+    return mask.reshape(mask.shape[0], *(4 - mask.ndim) * (1,), *mask.shape[1:])
 
 
 def _checked_mask(mask: Tensor, wanted: tuple[int, ...]) -> Tensor:
@@ -231,18 +236,14 @@ def hide_unread_tokens(tokens: Tensor, mask: Tensor | None, query: Tensor) -> Te
     return tokens.masked_fill(~read[..., None], 0.0)
 
 
-def _check_divisible(dim: int, heads: int) -> int:
-    """Returns dim // heads."""
-    if not heads or heads < 1 or dim % heads:
-        raise ValueError(f"a width of {dim} does not divide into {heads} heads")
-    return dim // heads
-
-
-def head_width(dim: int, heads: int, dim_head: int | None) -> int:
-    """dim_head, or an equal share of dim where it is None."""
+def head_width(dim: int, heads: int, dim_head: int | None = None) -> int:
+    """dim_head, or an equal share of dim where it is None. Raises ValueError where there is none."""
+    no_heads = not heads or heads < 1
     if dim_head is None:
-        return _check_divisible(dim, heads)
-    if not heads or heads < 1 or dim_head < 1:
+        if no_heads or dim < 1 or dim % heads:
+            raise ValueError(f"a width of {dim} does not divide into {heads} heads")
+        return dim // heads
+    if no_heads or dim_head < 1:
         raise ValueError(f"heads and dim_head must be at least 1, got {heads} and {dim_head}")
     return dim_head
 
@@ -385,8 +386,7 @@ def _weighed(
 def _heads_to_map(x: Tensor, height: int) -> Tensor:
     """(B, heads, HW, d) -> (B, heads*d, H, W) in channels_last.
 
-    By way of one flat axis: at a batch of 1 the fused kernel's strides would not tell a convolution the layout, and it
-    would copy its input and its output.
+    By way of one flat axis: at a batch of 1 the fused kernel's strides hide the layout, and the convolution would copy.
     """
     batch, heads, pixels, width = x.shape
     flat = rearrange(x, "b heads n d -> (b n heads d)")

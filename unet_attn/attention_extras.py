@@ -34,7 +34,7 @@ def attention_in_chunks(
         return attention(query, key, value, mask)[0]
 
     outputs = []
-    for start in range(0, queries, chunk):
+    for start in range(0, max(1, queries), chunk):  # of no queries one chunk of none
         rows = slice(start, start + chunk)
         inputs = (query[..., rows, :], key, value, mask[..., rows, :] if per_query else mask)
         outputs.append(checkpoint(attend, *inputs, use_reentrant=False) if torch.is_grad_enabled() else attend(*inputs))
@@ -74,6 +74,8 @@ class ExtendedMultiHeadAttention(nn.Module):
         self.dropout = dropout
         if self.kv_heads < 1 or heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {heads}")
+        if memory_tokens < 0:
+            raise ValueError(f"memory_tokens must be at least 0, got {memory_tokens}")
 
         self.to_q = nn.Linear(dim, heads * dim_head, bias=bias)
         self.to_k = nn.Linear(context_dim, self.kv_heads * dim_head, bias=bias)
@@ -110,12 +112,12 @@ class ExtendedMultiHeadAttention(nn.Module):
             query, key = rotate(query, rotation), rotate(key, rotation)
 
         if self.memory is not None:
-            extra = self.memory.shape[1]
+            extra, keys = self.memory.shape[1], key.shape[1]
             memory = repeat(self.memory, "kv n heads d -> kv b n heads d", b=key.shape[0]).to(key.dtype)
             key, value = torch.cat([memory[0], key], dim=1), torch.cat([memory[1], value], dim=1)
             # what is no tensor goes on as it is, to be refused
-            mask = _in_front(mask != 0, extra, True) if isinstance(mask, Tensor) else mask
-            bias = _in_front(bias, extra, 0.0) if isinstance(bias, Tensor) else bias
+            mask = _in_front(mask != 0, extra, keys, True) if isinstance(mask, Tensor) else mask
+            bias = _in_front(bias, extra, keys, 0.0) if isinstance(bias, Tensor) else bias
 
         shared = self.heads // self.kv_heads
         key, value = (repeat(x, "b n heads d -> b n (heads shared) d", shared=shared) for x in (key, value))
@@ -129,8 +131,10 @@ class ExtendedMultiHeadAttention(nn.Module):
         return self.to_out(output)
 
 
-def _in_front(x: Tensor, extra: int, content: bool | float) -> Tensor:
-    """(..., Nk) -> (..., extra + Nk), the new places filled with `content`."""
+def _in_front(x: Tensor, extra: int, keys: int, content: bool | float) -> Tensor:
+    """(..., Nk), or 1 for all of the `keys`, -> (..., extra + Nk), the new places filled with `content`."""
+    if x.shape[-1:] == (1,):
+        x = x.expand(*x.shape[:-1], keys)
     return torch.cat([x.new_full((*x.shape[:-1], extra), content), x], dim=-1)
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from unet_attn.ema import trainable
 from unet_attn.encodings import RememberedEncodings
 from unet_attn.loss_weights import NoiseUncertainty
+from unet_attn.pipelines.captions import check_tokenizer
 from unet_attn.pipelines.parts import check_unshared
 from unet_attn.pipelines.text_to_image import encode_captions
 from unet_attn.unet import AttnUNet2D
@@ -18,7 +19,8 @@ class TextConditionalUNet(nn.Module):
 
     uncertainty: learns how uncertain the prediction is at each noise level, for a loss that is weighed by it.
     One module, so that wrappers (DDP) see every gradient. A frozen text encoder is asked once for each caption.
-    Raises ValueError if a weight stands in two places, naming both: it could not be saved so.
+    Raises ValueError if a weight stands in two places, naming both: it could not be saved so; and if tokenizer and text
+    encoder do not go together.
     """
 
     def __init__(
@@ -30,6 +32,8 @@ class TextConditionalUNet(nn.Module):
     ) -> None:
         super().__init__()
         check_unshared(unet=unet, text_encoder=text_encoder)
+        if text_encoder is not None and tokenizer is not None:
+            check_tokenizer(tokenizer, text_encoder)
         self.unet = unet
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer

@@ -43,7 +43,7 @@ class TextEncoder(StrictLoading, ModelMixin, ConfigMixin):
         super().__init__()
         _check_format_version(format_version)
         for key in ("vocab_size", "dim", "depth", "heads", "max_length"):
-            if self.config[key] < 1:
+            if self.config[key] is None or self.config[key] < 1:
                 raise ValueError(f"text_encoder.{key} must be at least 1, got {self.config[key]}")
         if dim % heads:
             raise ValueError(f"text_encoder.heads must divide text_encoder.dim {dim}, got {heads}")
@@ -71,9 +71,10 @@ class TextEncoder(StrictLoading, ModelMixin, ConfigMixin):
 class PretrainedText(StrictLoading, ModelMixin, ConfigMixin):
     """A frozen text model of transformers in the small encoder's place.
 
-    path: a folder or hub id that transformers' AutoModel reads; of an encoder with a decoder the encoder is taken. The
-    weights are saved with the pipeline, but they are not trained: their gradients are off and the model stays in
-    evaluation mode. Whatever their dtype in `path`, they have torch's default, as those of the other networks.
+    path: a folder or hub id that transformers' AutoModel reads; of an encoder with a decoder the encoder is taken, of a
+    model of pictures and text (CLIP, SigLIP) the text's. The weights are saved with the pipeline, but they are not
+    trained: their gradients are off and the model stays in evaluation mode. Whatever their dtype in `path`, they have
+    torch's default, as those of the other networks. Raises ValueError for a model that is not of text.
     """
 
     @register_to_config
@@ -87,13 +88,17 @@ class PretrainedText(StrictLoading, ModelMixin, ConfigMixin):
             if not Path(path).is_dir() and (Path(path).is_absolute() or path.startswith(".")):
                 raise FileNotFoundError(f"text_encoder.path {path}: there is no such folder")
             model = AutoModel.from_pretrained(path, dtype=torch.get_default_dtype())
-            # with its configuration kept, a saved pipeline loads where `path` does not exist
-            self.register_to_config(model_config=model.config.to_dict())
         else:
             # diffusers makes the dtype that a model is loaded in the default
             model = AutoModel.from_config(AutoConfig.for_model(**model_config), dtype=torch.get_default_dtype())
-        # a decoder would need input of its own, and shares its embedding with the encoder, which cannot be saved
-        self.model = model.get_encoder() if model.config.is_encoder_decoder else model
+        model = getattr(model, "text_model", model)
+        if model_config is None:  # with it kept, a saved pipeline loads where `path` does not exist
+            self.register_to_config(model_config=model.config.to_dict())
+        # a decoder would need input of its own, and shares its embedding with the encoder, which cannot be saved. The
+        # configuration of an encoder that was saved alone does not tell of the decoder that AutoModel makes
+        self.model = model.get_encoder() if hasattr(model, "decoder") else model
+        if getattr(self.model.config, "hidden_size", None) is None:
+            raise ValueError(f"text_encoder.path {path}: a {type(model).__name__} is no text model with a hidden_size")
         self.requires_grad_(False)
         self.eval()
 

@@ -29,7 +29,9 @@ def masked_mean(tokens: Tensor, mask: Tensor | None) -> Tensor:
     if mask.ndim != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != length:
         raise ValueError(f"mask must be {(batch, length)}, as there are tokens, got shape {tuple(mask.shape)}")
     mask = (mask != 0).unsqueeze(-1)
-    return tokens.masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    # the sum passes what float16 holds long before the mean does
+    total = tokens.masked_fill(~mask, 0.0).sum(dim=1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+    return (total / mask.sum(dim=1).clamp(min=1)).to(tokens.dtype)
 
 
 class TokenEmbedding(nn.Module):

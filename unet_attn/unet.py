@@ -9,6 +9,8 @@ Letters: B batch, C channels, H W sides in pixels, N tokens, D width of the text
 Sources: Ho et al. 2020, https://arxiv.org/abs/2006.11239; Rombach et al. 2022, https://arxiv.org/abs/2112.10752 (text).
 """
 
+from types import NoneType
+
 import torch
 import torch.nn.functional as F
 from diffusers import ConfigMixin, ModelMixin
@@ -22,6 +24,9 @@ from unet_attn.strict_loading import StrictLoading
 from unet_attn.transformer import masked_mean
 
 FORMAT_VERSION = 1
+_KINDS = dict.fromkeys(
+    ("sample_size", "in_channels", "out_channels", "layers_per_block", "dim_head", "patch_size"), (int,)
+) | {"context_dim": (int, NoneType), "block_channels": (list, tuple), "attention_levels": (list, tuple)}
 
 
 class AttnUNet2D(StrictLoading, ModelMixin, ConfigMixin):
@@ -161,12 +166,16 @@ class AttnUNet2D(StrictLoading, ModelMixin, ConfigMixin):
                 f"this U-Net has format_version {self.config.format_version}, this release of unet-attn reads "
                 f"{FORMAT_VERSION}: install a release that reads {self.config.format_version}"
             )
+        for key, kinds in _KINDS.items():
+            if not isinstance(self.config[key], kinds):
+                wanted = "a whole number" if int in kinds else "a list of whole numbers"
+                raise ValueError(f"unet.{key} must be {wanted}, got {self.config[key]!r}")
         levels = len(self.config.block_channels)
         if not levels or self.config.layers_per_block < 1 or self.config.patch_size < 1:
             raise ValueError("unet needs at least one level in block_channels, one layer per block and patch_size 1")
         for key in ("in_channels", "out_channels", "dim_head", "context_dim"):
             value = self.config[key]
-            if (value is None and key != "context_dim") or (value is not None and value < 1):
+            if value is not None and value < 1:
                 raise ValueError(f"unet.{key} must be at least 1, got {value}")
         if self.config.x_prediction and self.config.in_channels != self.config.out_channels:
             raise ValueError(
