@@ -1,5 +1,6 @@
 """Pictures that a caller gives to a pipeline, as the network sees them, and how they are noised."""
 
+import os
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
@@ -11,7 +12,8 @@ from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
-from unet_attn.images import load_image, to_tensor
+from unet_attn.faults import one_line, shown
+from unet_attn.images import FORMATS, load_image, to_tensor
 from unet_attn.pipelines.inputs import check_count
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
@@ -135,6 +137,14 @@ def _as_file(picture: str | Path | Image.Image, name: str) -> str | Path | Bytes
     """An open picture as a file, so that load_image, the one decoding function, sees it as it would on the disk."""
     if not isinstance(picture, Image.Image):
         return picture
+    if picture.mode not in ("F", "I") and (opened := _as_opened(picture, name)) is not None:
+        return opened
+    try:
+        picture.load()
+    except Exception as error:  # decoders raise nearly everything
+        # that the file is still open, Pillow asserts without words
+        reason = one_line(str(error)) or "it was closed before it was read"
+        raise ValueError(f"{_called(picture, name)}: cannot be read ({reason})") from error
     if picture.mode == "F" or (picture.mode == "I" and not _is_16_bit(picture)):
         number = "integer" if picture.mode == "I" else "float"
         raise ValueError(
@@ -147,6 +157,37 @@ def _as_file(picture: str | Path | Image.Image, name: str) -> str | Path | Bytes
         picture = picture.convert(WITH_ALPHA.get(picture.mode, "RGB"))
     picture.save(file, "PNG", exif=exif, compress_level=0)
     return file
+
+
+def _as_opened(picture: Image.Image, name: str) -> BytesIO | None:
+    """What the file of an open picture holds, unless the picture was loaded or may have been changed since.
+
+    Decoded, Pillow's picture no longer tells how many bits its transparent colour has, nor that its end is missing.
+    """
+    file = getattr(picture, "fp", None)
+    if file is None or not getattr(picture, "tile", None):  # the parts that are still to be decoded
+        return None
+    try:
+        place = file.tell()
+        file.seek(0)
+        opened = BytesIO(file.read())
+        file.seek(place)
+        again = Image.open(opened, formats=FORMATS)
+        known = [(each.tell(), each.mode, each.size, each.tile, each.info) for each in (picture, again)]
+        # a PNG may have EXIF data at its end: asking for them, as who changes them must, loads it
+        unasked = picture.format == "PNG" and "exif" not in picture.info
+        if known[0] != known[1] or not (unasked or picture.getexif() == again.getexif()):
+            return None
+    except Exception:  # what is wrong with it comes out when it is loaded
+        return None
+    opened.name = _called(picture, name)
+    return opened
+
+
+def _called(picture: Image.Image, name: str) -> str:
+    """What messages call an open picture: its file, if it has one."""
+    filename = getattr(picture, "filename", "")
+    return shown(Path(os.fsdecode(filename))) if filename else name
 
 
 def _is_16_bit(picture: Image.Image) -> bool:

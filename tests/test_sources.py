@@ -132,10 +132,11 @@ def test_the_folder_of_a_training_run_is_no_data(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_and_line_breaks_are_no_part_of_a_caption(tmp_path: Path) -> None:
-    put(tmp_path, "a.png", "b.png")
+    put(tmp_path, "a.png", "b.png", "c.png")
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa cat's\r\nhat \r\n")
     (tmp_path / "b.txt").write_bytes(b" \r\n")
-    assert find_pictures(tmp_path).captions == [["a cat's hat"], []]
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbf\xef\xbb\xbfcat")  # by two programs that write one each
+    assert find_pictures(tmp_path).captions == [["a cat's hat"], [], ["cat"]]
 
 
 @pytest.mark.parametrize(

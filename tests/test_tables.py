@@ -100,6 +100,17 @@ def test_what_is_missing_is_named_with_what_there_is(
         images_in(saved / name, **options)
 
 
+def test_a_split_of_a_data_set_without_splits_is_refused_unless_it_is_the_one(saved: Path, tmp_path: Path) -> None:
+    for streaming in (False, True):
+        with pytest.raises(DataError, match=r"one has no splits, so no split validation: leave data\.split at train"):
+            images_in(saved / "one", split="validation", streaming=streaming)
+    files = {"validation": str(saved / "files/data/train-00000-of-00001.parquet")}
+    datasets.load_dataset("parquet", data_files=files, split="validation").save_to_disk(tmp_path / "part")
+    assert len(images_in(tmp_path / "part", split="validation")) == len(images_in(tmp_path / "part")) == 7
+    with pytest.raises(DataError, match=r"part is split validation, not split test: leave data\.split at train"):
+        images_in(tmp_path / "part", split="test")
+
+
 def test_a_hub_id_is_asked_of_the_hub_once_the_column_is_named() -> None:
     # tests have no network, which the message tells
     with pytest.raises(DataError, match="data set someone/pictures cannot be opened: Couldn't reach"):
@@ -184,7 +195,7 @@ def test_what_cannot_be_decoded_in_a_stream_is_replaced_and_reported(damaged: Pa
     assert [batch["caption"] for batch in batches[0]] == [batch["caption"] for batch in batches[1]]
 
 
-def test_a_stream_says_what_it_is_and_refuses_what_it_cannot_do(saved: Path) -> None:
+def test_a_stream_says_what_it_is_and_refuses_what_it_cannot_do(saved: Path, tmp_path: Path) -> None:
     images = images_in(saved / "one", streaming=True)
     assert images.summary().startswith("7 pictures streamed from")
     assert images.captions == [[f"number {i}"] for i in (0, 2, 3, 4, 5, 6)]
@@ -194,5 +205,11 @@ def test_a_stream_says_what_it_is_and_refuses_what_it_cannot_do(saved: Path) -> 
         images.check_batch_size(8)
     with pytest.raises(DataError, match=r"none of the first 7 rows .* no column caption"):
         images_in(saved / "one", streaming=True, text_column="caption")
+    with pytest.raises(DataError, match=r"none of the first 7 rows .* has a caption; column n holds none there: set"):
+        images_in(saved / "one", streaming=True, text_column="n")
+    empty = rows().remove_columns("text").add_column("text", [None, " "] + [None] * 5)
+    empty.save_to_disk(tmp_path / "empty")
+    with pytest.raises(DataError, match=r"none of the first 7 rows .*; column text holds none there: set data\.text"):
+        images_in(tmp_path / "empty", streaming=True)
     with pytest.raises(ValueError, match=r"data\.buckets needs the shape"):
         DataOptions(path="x", streaming=True, buckets=True)

@@ -53,7 +53,7 @@ def one_line(text: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, with or without a byte order mark.
+    """The text of a file in UTF-8, with or without a byte order mark, or two, of programs that each put one in front.
 
     Raises ValueError giving the byte offset if it is not UTF-8 (never guesses another encoding), OSError if unreadable.
     """
@@ -69,7 +69,7 @@ def read_text(path: Path) -> str:
     if "\0" in text:
         offset = data.index(b"\0")
         raise ValueError(f"has a zero byte at byte {offset}, so it is not UTF-8 text (UTF-16?): save it as UTF-8")
-    return text
+    return text.lstrip("\ufeff")
 
 
 def write_faults(faults: list[Fault], path: Path) -> None:

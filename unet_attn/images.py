@@ -6,6 +6,7 @@ pixels; `to_tensor` is what the network gets.
 
 import io
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterator
@@ -37,8 +38,11 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-READING = 2  # raised when some file comes out otherwise than before, so that caches forget what they know of it
+READING = 3  # raised when some file comes out otherwise than before, so that caches forget what they know of it
 UNWRITTEN = 64  # so many zeros at the end of a file are looked at more closely
+# A JPEG marker that begins a segment or ends the file. Other bytes behind 0xff: an escape, a restart, a fill byte, a
+# marker without a segment (ITU-T T.81, section B.1.1).
+JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
 MAX_ASPECT = 16  # of a longer strip, random crops come from the middle: bounds the memory of a 1 x 1,000,000 picture
 
 Crop = Literal["center", "random"]
@@ -135,7 +139,7 @@ def _unknown(head: bytes) -> _Unusable:
 def _check_end(file: BinaryIO, image: Image.Image) -> None:
     """Refuse a picture whose end was never written: some decoders take the zeros that stand there for grey or garbage.
 
-    Zeros behind a whole picture are harmless.
+    Zeros behind a whole picture are harmless, in a phone's video or another program's data too.
     """
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - UNWRITTEN))
@@ -147,7 +151,17 @@ def _check_end(file: BinaryIO, image: Image.Image) -> None:
 
 
 def _whole_jpeg(data: bytes, image: Image.Image) -> bool:
-    return data.rstrip(b"\0").endswith(b"\xff\xd9")  # the marker of its end
+    """Whether the marker of the end stands behind the scans. Of several frames the first counts, which is what is read.
+
+    From one marker to the next over the segments, as thumbnails in them have ends of their own; behind the head of a
+    scan, which is a segment too, its data are searched.
+    """
+    at = 0
+    while marker := JPEG_MARKER.search(data, at):
+        if marker[1] == b"\xd9":
+            return True
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")  # the segment's length
+    return False
 
 
 def _whole_webp(data: bytes, image: Image.Image) -> bool:
@@ -177,17 +191,23 @@ def _whole_webp(data: bytes, image: Image.Image) -> bool:
     return False
 
 
+AVIF_BOXES = (b"ftyp", b"meta", b"moov", b"mdat")  # those that a picture or an animation is made of
+
+
 def _whole_avif(data: bytes, image: Image.Image) -> bool:
-    """Whether the last box (ISO/IEC 14496-12, section 4.2) has been written, up to zeros that metadata may end in."""
+    """Whether the last box of the picture's own has been written, up to zeros that metadata may end in.
+
+    Boxes: ISO/IEC 14496-12, section 4.2. Others, and what is none, may be anything that was appended.
+    """
     at = end = 0
     while at + 8 <= len(data):
         size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         if size == 1:
             size = int.from_bytes(data[at + 8 : at + 16], "big")
-        if kind == bytes(4):
+        if kind == b"ftyp" and at:  # another file begins, such as a phone's video
             break
         at += max(size, 8) if size else len(data)  # 0: up to the end of the file
-        end = end if kind in (b"free", b"skip") else at
+        end = at if kind in AVIF_BOXES else end
     written = data[:end].rstrip(b"\0")
     metadata = [image.info[key].rstrip(b"\0") for key in ("exif", "xmp") if key in image.info]
     return min(end, len(data)) - len(written) < UNWRITTEN or any(text and written.endswith(text) for text in metadata)

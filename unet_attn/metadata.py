@@ -10,6 +10,7 @@ import json
 import os
 import unicodedata
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 
 from unet_attn.faults import METADATA, DataError, Fault, counted, one_line, read_text, shown, why
@@ -24,7 +25,7 @@ def metadata_captions(
     tables: list[Path], pictures: list[Path], faults: list[Fault], notes: list[str], text_column: str
 ) -> dict[Path, list[str]]:
     """The captions by picture of all tables; several rows of one picture are several captions of it."""
-    known = {composed(str(path)): path for path in pictures}
+    known = {_plain(path): path for path in pictures}
     found: dict[Path, list[str]] = {}
     for table in tables:
         rows, without_text = 0, 0
@@ -113,9 +114,9 @@ def _twice(columns: Sequence[str]) -> str:
 
 def _csv_rows(table: Path, text: str, faults: list[Fault], text_column: str) -> Iterator[Row]:
     # strict: a quote that is never closed is an error, where it would swallow the rows that follow
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    reader, line = csv.reader(io.StringIO(text, newline=""), strict=True), 1
     try:
-        columns = list(reader.fieldnames or [])
+        columns = next(reader, [])
         if "file_name" not in columns:
             first = ",".join(columns)[:80]
             faults.append(Fault(table, f"has no column file_name; its first line is {first!r}", METADATA))
@@ -123,15 +124,16 @@ def _csv_rows(table: Path, text: str, faults: list[Fault], text_column: str) -> 
         if twice := _twice([name for name in columns if name in ("file_name", text_column)]):
             faults.append(Fault(table, f"column {twice} in its first line: which one is meant?", METADATA))
             return
-        for row in reader:
-            line = reader.line_num
-            if None in row:  # DictReader's place for cells beyond the header
+        line = reader.line_num + 1  # in which a row begins: the reader tells where it ends, or where an error came out
+        for cells in reader:
+            if len(cells) > len(columns):
                 reason = f"line {line}: more cells than columns; put captions with commas in quotes"
                 faults.append(Fault(table, reason, METADATA))
-                continue
-            yield f"line {line}", row
+            elif cells:  # none in a blank line
+                yield f"line {line}", dict(zip_longest(columns, cells))
+            line = reader.line_num + 1
     except csv.Error as error:
-        faults.append(Fault(table, f"line {reader.line_num}: {error}", METADATA))
+        faults.append(Fault(table, f"line {line}: {error}", METADATA))
 
 
 def _parquet_rows(table: Path, faults: list[Fault], text_column: str) -> Iterator[Row]:
@@ -166,17 +168,20 @@ def _picture_of(row: dict[str, object], table: Path, known: dict[str, Path]) -> 
     if not isinstance(name, str) or not name:
         raise ValueError(f"file_name must be a path, got {name!r:.80}")
     for candidate in (name, name.replace("\\", "/")):  # Windows tools write backslashes
-        picture = known.get(composed(os.path.normpath(table.parent / candidate)))
-        picture = picture or known.get(composed(str(table.parent / candidate)))
-        if picture is not None:
+        if (picture := known.get(_plain(table.parent / candidate))) is not None:
             return picture
     short = name if len(name) <= 200 else f"{name[:200]}..."
     beside = table.parent / PurePosixPath(name.replace("\\", "/")).name
-    if composed(str(beside)) in known:
+    if _plain(beside) in known:
         raise ValueError(f'no file {short}; {beside.name} lies beside {table.name}: write "file_name": "{beside.name}"')
     if _exists(table.parent, name):
         raise ValueError(f"{short} is not a picture below the data folder")
     raise ValueError(f"no file {short} (paths are relative to {table.name})")
+
+
+def _plain(path: Path) -> str:
+    """A path by which pictures are found: the same whether a row or the data folder goes there by way of another."""
+    return composed(os.path.normpath(path))
 
 
 def _exists(folder: Path, name: str) -> bool:

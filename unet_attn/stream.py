@@ -171,7 +171,10 @@ class StreamedImages:
             yield from ([] for _ in self.table)
 
     def _why(self) -> str:
-        return no_text_column(self.options, self.table.column_names or [])
+        columns, column = self.table.column_names or [], self.options.text_column
+        if column in columns:
+            return f"column {column} holds none there: set data.text_column to the one with the captions"
+        return no_text_column(self.options, columns)
 
 
 def prefetched(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -130,6 +130,8 @@ def _load(options: DataOptions) -> "Dataset | IterableDataset":
             if options.split not in saved:
                 raise DataError(f"data set {path} has no split {options.split}, only {', '.join(saved)}")
             saved = saved[options.split]
+        else:
+            _check_split(saved, options)
         return saved.to_iterable_dataset(num_shards=1) if options.streaming else saved
     if path.is_file():
         builder = BUILDERS.get(path.suffix.lower())
@@ -139,3 +141,15 @@ def _load(options: DataOptions) -> "Dataset | IterableDataset":
             builder, data_files={options.split: str(path)}, split=options.split, streaming=options.streaming
         )
     return datasets.load_dataset(str(path), split=options.split, streaming=options.streaming)
+
+
+def _check_split(saved: "Dataset", options: DataOptions) -> None:
+    """Refuse a split that was asked for where all of a data set would be taken for it.
+
+    `train`, which stands for no wish, takes what there is; another must be the one that the data set was saved from.
+    """
+    if options.split in ("train", str(saved.split)):
+        return
+    what = "has no splits, so no" if saved.split is None else f"is split {saved.split}, not"
+    way_out = "leave data.split at train to read all of it"
+    raise DataError(f"data set {options.path} {what} split {options.split}: {way_out}")
