@@ -6,8 +6,8 @@ A pipeline's `__call__` checks its arguments into a `Job`, encodes the captions,
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,7 +141,8 @@ class SamplingPipeline(PipelineOfParts):
         prompts = check_prompts(prompt, has_text=has_text)
         negatives = check_negative_prompts(negative_prompt, prompts=len(prompts), has_text=has_text)
         steps = self.config.default_steps if num_inference_steps is None else num_inference_steps
-        steps = check_steps(steps, self.scheduler.config.num_train_timesteps)
+        with _telling_of_default(steps, is_default=num_inference_steps is None):
+            steps = check_steps(steps, self.scheduler.config.num_train_timesteps)
         channels = self.unet.config.out_channels
         check_output_type(output_type, channels)
         images = check_count("num_images_per_prompt", num_images_per_prompt)
@@ -156,7 +157,8 @@ class SamplingPipeline(PipelineOfParts):
 
         # a copy, so that nothing a scheduler remembers passes from one call to the next
         scheduler = copy.deepcopy(self.scheduler)
-        set_timesteps(scheduler, steps, device)
+        with _telling_of_default(steps, is_default=num_inference_steps is None):
+            set_timesteps(scheduler, steps, device)
         if hasattr(scheduler, "set_begin_index"):
             # else it looks its place up by the timestep, and where two are the same it takes the later one
             scheduler.set_begin_index(0)
@@ -343,6 +345,18 @@ class SamplingPipeline(PipelineOfParts):
         if isinstance(generator, list) and len(generator) == 1:
             generator = generator[0]
         return {name: value for name, value in (("eta", eta), ("generator", generator)) if name in accepted}
+
+
+@contextmanager
+def _telling_of_default(steps: int, *, is_default: bool) -> Iterator[None]:
+    """Add to an error about a number of steps that the caller gave none, and how to change it."""
+    try:
+        yield
+    except ValueError as error:
+        if not is_default:
+            raise
+        remedy = "give num_inference_steps, or pipe.register_to_config(default_steps=...)"
+        raise ValueError(f"{error}; {steps} is this pipeline's own default: {remedy}") from None
 
 
 def _forward(unet: ModelMixin, sample: Tensor, timestep: Tensor, text: dict[str, Tensor]) -> Tensor:

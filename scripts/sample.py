@@ -259,17 +259,27 @@ def chosen_scheduler(name: str, pipeline: "TextToImagePipeline") -> "SchedulerMi
     if name not in good:
         fault = f"cannot sample a {kind} model" if hasattr(diffusers, name) else "is unknown"
         raise ValueError(f"--scheduler {name} {fault}; choose from {', '.join(good)}")
-    return scheduler_from_config(getattr(diffusers, name), pipeline.scheduler.config)
+    try:
+        return scheduler_from_config(getattr(diffusers, name), pipeline.scheduler.config)
+    except ValueError as error:
+        raise ValueError(f"--scheduler {error}") from error
 
 
 def chosen_steps(asked: int | None, pipeline: "TextToImagePipeline") -> int:  # noqa: F821
-    """The number of steps asked for; the pipeline's own gives way where the model was trained with fewer."""
+    """The number of steps asked for; the pipeline's own gives way to the most that model and scheduler have."""
     if asked is not None:
         return asked
+    from unet_attn.schedulers import most_steps
+
     own, trained = pipeline.config.default_steps, pipeline.scheduler.config.num_train_timesteps
-    if trained < own:
-        print(f"note: {trained} steps, as the model was trained with no more", file=sys.stderr)
-    return min(own, trained)
+    most = most_steps(pipeline.scheduler, min(own, trained))
+    if most is None or most == own:
+        return own  # of which there is a schedule, or the call says why there is none
+    why = "the model was trained with no more"
+    if most < trained:
+        why = f"{type(pipeline.scheduler).__name__} has no schedule of {min(own, trained)}"
+    print(f"note: {most} steps, as {why}", file=sys.stderr)
+    return most
 
 
 def chosen_guidance(asked: float | None, pipeline: "TextToImagePipeline") -> float:  # noqa: F821

@@ -255,6 +255,22 @@ def test_zero_terminal_snr_is_refused_for_epsilon_and_with_a_spacing_that_misses
             Objective(DDPMScheduler(rescale_betas_zero_snr=True, timestep_spacing="leading"), prediction_type=kind)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trained_betas": torch.linspace(1e-4, 0.02, 1000)}, "trained_betas as a tensor cannot be saved"),
+        ({"trained_betas": [0.1, 0.2]}, "has 2 betas and num_train_timesteps 1000: trained_betas must be as many"),
+        ({"beta_end": 2.0}, "has betas outside 0..1"),
+        ({"beta_start": -0.1}, "has betas outside 0..1"),
+        ({"beta_end": math.nan}, "has betas outside 0..1"),
+    ],
+)
+def test_betas_that_no_picture_can_be_noised_with_are_refused(settings, message):
+    with pytest.raises(ValueError, match=f"DDIMScheduler .*{message}"):
+        Objective(DDIMScheduler(**settings), prediction_type="epsilon")
+    Objective(DDIMScheduler(num_train_timesteps=2, trained_betas=[0.1, 0.2]), prediction_type="epsilon")
+
+
 def test_a_learned_variance_is_refused():
     with pytest.raises(ValueError, match="learned variance"):
         Objective(DDPMScheduler(variance_type="learned_range"), prediction_type="epsilon")

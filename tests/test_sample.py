@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, DDPMScheduler
 from PIL import Image
 from pipeline_parts import scheduler_for, tiny_pipeline, tiny_unconditional, tiny_unet
 
@@ -160,6 +160,30 @@ def test_the_default_steps_give_way_to_a_model_trained_with_fewer(tmp_path, caps
     assert Image.open(tmp_path / "out" / "00000.png").text["steps"] == "10"
     assert call(tmp_path / "run", tmp_path / "out", "--steps", "11") == 2
     assert "error: num_inference_steps must be at most 10" in capsys.readouterr().err
+
+
+def test_the_default_steps_give_way_to_what_the_scheduler_has(tmp_path, capsys):
+    unet, scheduler = tiny_unet(context_dim=None), DDIMScheduler(num_train_timesteps=7)
+    TextToImagePipeline(unet, scheduler, default_steps=7).save_pretrained(tmp_path / "run")
+    other = [str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--scheduler", "DPMSolverMultistepScheduler"]
+    assert sample_script.main(other) == 0
+    assert "note: 6 steps, as DPMSolverMultistepScheduler has no schedule of 7\n" in capsys.readouterr().err
+    assert Image.open(tmp_path / "out" / "00000.png").text["steps"] == "6"
+    assert sample_script.main([*other, "--steps", "7"]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: DPMSolverMultistepScheduler has no schedule of 7 steps, take at most 6\n"
+    TextToImagePipeline(unet, scheduler, default_steps=3).save_pretrained(tmp_path / "run")
+    assert sample_script.main([*other[:-1], "PNDMScheduler"]) == 2  # more than the default is not taken unasked
+    assert capsys.readouterr().err == "error: PNDMScheduler has no schedule of 3 steps, take at least 4\n"
+
+
+def test_a_scheduler_that_does_not_know_the_runs_betas_is_one_line(tmp_path, capsys):
+    scheduler = DDPMScheduler(beta_schedule="sigmoid")
+    TextToImagePipeline(tiny_unet(context_dim=None), scheduler).save_pretrained(tmp_path / "run")
+    assert call(tmp_path / "run", tmp_path / "out", "--scheduler", "DDIMScheduler") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --scheduler DDIMScheduler has no beta_schedule 'sigmoid'") and said.count("\n") == 1
+    assert call(tmp_path / "run", tmp_path / "out", "--scheduler", "DDPMScheduler") == 0
 
 
 def test_steps_and_guidance_are_by_default_the_pipelines_own_and_stand_in_the_metadata(tmp_path, capsys):

@@ -9,6 +9,7 @@ import torch
 from diffusers import (
     DDIMInverseScheduler,
     DDIMScheduler,
+    DDPMScheduler,
     DEISMultistepScheduler,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -255,6 +256,13 @@ def test_unsafe_settings_of_a_scheduler_are_refused():
         ("epsilon", "UniPCMultistep", {"predict_x0": False}, "predict_x0=False divides by"),
         ("sample", "UniPCMultistep", {"solver_type": "bh1"}, "solver_type bh1 divides infinity"),
         ("epsilon", "DDPM", {"variance_type": "learned"}, "learned variance is not supported"),
+        ("epsilon", "DPMSolverMultistep", {"use_flow_sigmas": True}, "use_flow_sigmas=True has a flow's noise levels"),
+        ("epsilon", "DPMSolverSinglestep", {"use_flow_sigmas": True}, "use_flow_sigmas=True has a flow's"),
+        ("v_prediction", "DEISMultistep", {"use_flow_sigmas": True}, "use_flow_sigmas=True has a flow's"),
+        ("sample", "UniPCMultistep", {"use_flow_sigmas": True}, "use_flow_sigmas=True has a flow's"),
+        ("v_prediction", "EulerDiscrete", {"timestep_type": "continuous"}, "continuous gives the network other times"),
+        ("epsilon", "PNDM", {"timestep_spacing": "linspace"}, "linspace misses its own next step"),
+        ("epsilon", "DDIM", {"trained_betas": torch.linspace(1e-4, 0.02, 1000)}, "as a tensor cannot be saved"),
     ],
 )
 def test_settings_with_which_an_oracle_fails_are_refused_by_name(kind, name, settings, message):
@@ -273,6 +281,31 @@ def test_a_shift_set_later_is_seen_and_what_samples_rightly_stays_allowed():
     for kind, settings in (("epsilon", {"final_sigmas_type": "sigma_min"}), ("epsilon", {"use_lu_lambdas": True})):
         made = DPMSolverMultistepScheduler.from_config(scheduler_for(kind).config, **settings)
         check_sampling_scheduler(made, kind)
+    # it does nothing for epsilon, and nothing in a class that does not know it
+    for name, kind in (("EulerDiscrete", "epsilon"), ("DDIM", "v_prediction")):
+        config = {**scheduler_for(kind).config, "timestep_type": "continuous"}
+        check_sampling_scheduler(scheduler_from_config(getattr(diffusers, f"{name}Scheduler"), config), kind)
+
+
+def test_the_noise_levels_of_a_flow_do_not_come_along_to_another_model():
+    trained = DDIMScheduler.from_config(scheduler_for("flow").config)
+    assert trained.config.use_flow_sigmas
+    scheduler = Objective(trained, prediction_type="epsilon").sampling_scheduler()
+    other = DPMSolverMultistepScheduler.from_config(scheduler.config)
+    assert not other.config.use_flow_sigmas
+    check_sampling_scheduler(other, "epsilon")
+    own = DDIMScheduler.from_config(scheduler_for("flow").config, prediction_type="sample")
+    pipe = TextToImagePipeline(StubUNet(), own)
+    assert not DPMSolverMultistepScheduler.from_config(pipe.scheduler.config).config.use_flow_sigmas
+
+
+def test_betas_that_a_class_does_not_know_are_refused_by_name():
+    config = Objective(DDPMScheduler(beta_schedule="sigmoid"), prediction_type="epsilon").sampling_scheduler().config
+    for name in sampling_schedulers("epsilon"):
+        if name == "DDPMScheduler":
+            continue
+        with pytest.raises(ValueError, match=f"^{name} has no beta_schedule 'sigmoid', which the config asks for"):
+            scheduler_from_config(getattr(diffusers, name), config)
 
 
 def test_schedulers_that_know_no_sample_prediction_are_not_offered_for_it():

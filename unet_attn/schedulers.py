@@ -4,6 +4,8 @@ What sampling has to know of a model; how it is trained is the business of `unet
 formulas of the types. A scheduler that would sample or train wrongly is refused here, with the reason.
 """
 
+import copy
+import re
 from math import isfinite
 from typing import Literal
 
@@ -125,8 +127,44 @@ def set_timesteps(scheduler: SchedulerMixin, steps: int, device: torch.device | 
 
     It samples consistency models (Song et al. 2023, algorithm 1) by one new beginning per level. Its own levels go
     down to 0.001, where there is nothing left to do, so that two steps would be one. Its shift acts on either.
-    Raises ValueError if there is no such schedule.
+    Raises ValueError if there is no such schedule, naming the next number of steps that has one.
     """
+    try:
+        _set_timesteps(scheduler, steps, device)
+    except _NoSchedule as error:
+        remedy = ", nor of any other number: see its timestep_spacing and steps_offset"
+        if fewer := most_steps(scheduler, steps - 1):
+            remedy = f", take at most {fewer}"
+        else:
+            more = range(steps + 1, scheduler.config.num_train_timesteps + 1)
+            if enough := next((count for count in more if _has_schedule(scheduler, count)), None):
+                remedy = f", take at least {enough}"
+        raise ValueError(f"{error}{remedy}") from None
+
+
+def most_steps(scheduler: SchedulerMixin, at_most: int) -> int | None:
+    """The largest number of steps, up to this one, of which the scheduler has a schedule; None if there is none."""
+    return next((count for count in range(at_most, 0, -1) if _has_schedule(scheduler, count)), None)
+
+
+class _NoSchedule(ValueError):
+    """Another number of steps may have a schedule."""
+
+
+def _has_schedule(scheduler: SchedulerMixin, steps: int) -> bool:
+    try:
+        _set_timesteps(copy.deepcopy(scheduler), steps)
+    except ValueError:
+        return False
+    return True
+
+
+def _set_timesteps(scheduler: SchedulerMixin, steps: int, device: torch.device | None = None) -> None:
+    """`set_timesteps`, which tries other numbers of steps with it too."""
+    fault = _NoSchedule(f"{type(scheduler).__name__} has no schedule of {steps} step{'s' if steps > 1 else ''}")
+    # the first four are Runge-Kutta's, unless they are left out
+    if _is_one_of(scheduler, ("PNDMScheduler",)) and steps < 4 and not scheduler.config.skip_prk_steps:
+        raise fault
     levels = {}
     if _is_one_of(scheduler, _RENOISING):
         levels = {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
@@ -145,6 +183,26 @@ def set_timesteps(scheduler: SchedulerMixin, steps: int, device: torch.device | 
             f"{type(scheduler).__name__} with steps_offset={offset} comes to timestep {latest:g} in {steps} steps, "
             f"and {last} is the last that was trained: take fewer steps, or set steps_offset to 0"
         )
+    if not _leads_on(scheduler):
+        raise fault
+
+
+def _leads_on(scheduler: SchedulerMixin) -> bool:
+    """Whether the timesteps that were set are trained ones, and each step comes to another noise level.
+
+    A step between equal levels divides 0 by 0. So it is with as many steps as were trained in `leading`: the multistep
+    schedulers part the trained ones by one more than the steps, which rounds down to 0.
+    """
+    if float(scheduler.timesteps.min()) < 0:
+        return False  # rounding gives `trailing` one step too many of some numbers: 61 of 1000 end at -1
+    if scheduler.order > 1 or _is_one_of(scheduler, ("PNDMScheduler",)):
+        return True  # these stay at a level on purpose, to look at it twice
+    levels = getattr(scheduler, "sigmas", None)
+    if levels is None:
+        levels = scheduler.timesteps  # beside sigmas they are rounded, and may repeat
+    elif len(levels) > 2:
+        levels = levels[:-1]  # a last step to its own level changes nothing, after others
+    return not bool((levels[1:] == levels[:-1]).any())
 
 
 def check_training_scheduler(scheduler: SchedulerMixin, prediction_type: PredictionType) -> None:
@@ -156,9 +214,13 @@ def check_training_scheduler(scheduler: SchedulerMixin, prediction_type: Predict
             f"{name} cannot train a {prediction_type} model: train with {' or '.join(allowed)}; "
             "for sampling, other schedulers are made from its config"
         )
+    # what is wrong for sampling too, or training would end in a pipeline that is refused
     _check_zero_terminal_snr(scheduler, prediction_type)
     if prediction_type == "flow":
-        _check_flow_settings(scheduler)  # or training would end in a pipeline that is refused
+        _check_flow_settings(scheduler)
+    else:
+        _check_betas(scheduler)
+        _check_discrete_settings(scheduler)
     _check_solver_settings(scheduler)  # a learned variance among them
 
 
@@ -174,19 +236,23 @@ def check_sampling_scheduler(scheduler: SchedulerMixin, prediction_type: Predict
             f"the scheduler's prediction type is {found}, the model's is {prediction_type}: "
             f"make it with {name}.from_config(pipe.scheduler.config)"
         )
-    if name == "DDIMScheduler" and scheduler.config.timestep_spacing == "linspace":
-        # its step() looks a fixed number of training steps ahead, which linspace does not visit
-        raise ValueError(
-            "DDIMScheduler with timestep_spacing linspace misses its own next step: use leading or trailing"
-        )
-    if (name, scheduler.config.get("beta_schedule")) == ("PNDMScheduler", "squaredcos_cap_v2"):
-        if scheduler.config.timestep_spacing == "trailing":
-            # its first step divides by an alpha of 5e-5, and float32 does not hold what is left of the picture
-            raise ValueError("PNDMScheduler with squaredcos_cap_v2 cannot begin at the last step: use leading")
     _check_zero_terminal_snr(scheduler, prediction_type)
     if prediction_type == "flow":
         _check_flow_settings(scheduler)
+    else:
+        _check_discrete_settings(scheduler)
     _check_solver_settings(scheduler)
+
+
+def _check_betas(scheduler: SchedulerMixin) -> None:
+    """Refuse betas of which a training step would find none for its time, or no alpha and sigma in them."""
+    name, betas, steps = type(scheduler).__name__, scheduler.betas, scheduler.config.num_train_timesteps
+    if len(betas) != steps:
+        raise ValueError(
+            f"{name} has {len(betas)} betas and num_train_timesteps {steps}: trained_betas must be as many"
+        )
+    if not bool(((betas >= 0) & (betas <= 1)).all()):  # NaN among them
+        raise ValueError(f"{name} has betas outside 0..1: see its beta_start, beta_end, beta_schedule, trained_betas")
 
 
 def _check_flow_settings(scheduler: SchedulerMixin) -> None:
@@ -213,9 +279,34 @@ def _check_flow_settings(scheduler: SchedulerMixin) -> None:
         raise ValueError(f"{name} with algorithm_type {config.algorithm_type} knows no flow: use dpmsolver++")
 
 
+def _check_discrete_settings(scheduler: SchedulerMixin) -> None:
+    """Refuse settings with which a scheduler samples at other noise levels or times than the model was trained at."""
+    name, config = type(scheduler).__name__, scheduler.config
+    if _is_one_of(scheduler, ("DDIMScheduler", "PNDMScheduler")) and config.timestep_spacing == "linspace":
+        # their step() looks a fixed number of training steps ahead, which linspace does not visit
+        raise ValueError(f"{name} with timestep_spacing linspace misses its own next step: use leading or trailing")
+    if _is_one_of(scheduler, ("PNDMScheduler",)) and config.beta_schedule == "squaredcos_cap_v2":
+        if config.timestep_spacing == "trailing":
+            # its first step divides by an alpha of 5e-5, and float32 does not hold what is left of the picture
+            raise ValueError("PNDMScheduler with squaredcos_cap_v2 cannot begin at the last step: use leading")
+    known = type(scheduler)._get_init_keys(type(scheduler))  # others may be kept along for other classes
+    if "use_flow_sigmas" in known and config.use_flow_sigmas:
+        raise ValueError(
+            f"{name} with use_flow_sigmas=True has a flow's noise levels, not this model's: set it to False"
+        )
+    if "timestep_type" in known and (config.timestep_type, config.prediction_type) == ("continuous", "v_prediction"):
+        # it would give the network a quarter of sigma's logarithm; for other types it does nothing
+        raise ValueError(
+            f"{name} with timestep_type continuous gives the network other times than it was trained with: "
+            "set it to discrete"
+        )
+
+
 def _check_solver_settings(scheduler: SchedulerMixin) -> None:
     """Refuse settings with which diffusers' steps fail, or end elsewhere, whatever the model predicts."""
     name, config = type(scheduler).__name__, scheduler.config
+    if isinstance(config.get("trained_betas"), Tensor):
+        raise ValueError(f"{name} with trained_betas as a tensor cannot be saved: give a list, as tolist() makes it")
     if config.get("use_dynamic_shifting", False):
         raise ValueError(
             f"{name} with use_dynamic_shifting=True needs a shift per picture size, which is not supported"
@@ -236,10 +327,15 @@ def declare_prediction_type(scheduler: SchedulerMixin, prediction_type: Predicti
     """Write the prediction type into the scheduler's config, so that `from_config` carries it to any class.
 
     A FlowMatch scheduler's config has no such key, and another class made from it would fall to epsilon in silence. So
-    the keys by which the multistep schedulers know a flow are written beside its own; they survive saving.
+    the keys by which the multistep schedulers know a flow are written beside its own; they survive saving. Where they
+    have come along from a flow's config to another model's, they are taken back.
     The betas are carried along too: diffusers would drop what was left at its default, and classes differ in those.
     """
-    keys: dict[str, object] = {"prediction_type": prediction_type, "_use_default_values": []}
+    keys: dict[str, object] = {
+        "prediction_type": prediction_type,
+        "use_flow_sigmas": False,
+        "_use_default_values": [],
+    }
     if prediction_type == "flow":
         shift = scheduler.config.get("flow_shift", scheduler.config.get("shift", 1.0))
         keys |= {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift}
@@ -247,12 +343,27 @@ def declare_prediction_type(scheduler: SchedulerMixin, prediction_type: Predicti
 
 
 def scheduler_from_config(scheduler_class: type[SchedulerMixin], config: dict) -> SchedulerMixin:
-    """`from_config`, without diffusers' warning that the keys kept for other classes are not expected."""
+    """`from_config`, without diffusers' warning that the keys kept for other classes are not expected.
+
+    Raises ValueError if the class does not know a value that the config has.
+    """
     known = scheduler_class._get_init_keys(scheduler_class)
-    scheduler = scheduler_class.from_config({key: value for key, value in config.items() if key in known})
+    taken = {key: value for key, value in config.items() if key in known}
+    try:
+        scheduler = scheduler_class.from_config(taken)
+    except NotImplementedError as error:
+        fault = unknown_value(scheduler_class.__name__, taken, error)
+        raise ValueError(f"{fault}, which the config asks for") from None
     kept = {key: value for key, value in config.items() if key not in known and not key.startswith("_")}
     scheduler.register_to_config(**kept)
     return scheduler
+
+
+def unknown_value(name: str, settings: dict[str, object], error: NotImplementedError) -> str:
+    """What a scheduler class means by "x is not implemented for ...", with the setting's name."""
+    found = re.search(r"(\S+) is not implemented", str(error))
+    keys = [key for key, value in settings.items() if found and str(value) == found[1]]
+    return f"{name} has no {keys[0]} {found[1]!r}" if keys else f"{name} cannot be made: {error}"
 
 
 def require_one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
