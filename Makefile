@@ -53,10 +53,12 @@ $(DATA)/metadata.jsonl: | $(INSTALLED)
 	$(BIN)/python scripts/prepare_icons.py --out $(DATA) --min-per-word 40
 
 # A run that was interrupted goes on from its last checkpoint, or starts again if it had none; one that is complete is only
-# sampled again.
+# sampled again. Nothing but a run is ever removed, whatever RUN names.
 quickstart: $(INSTALLED) $(DATA)/metadata.jsonl
-	ls $(RUN)/checkpoints/step-*/manifest.json > /dev/null 2>&1 || rm -rf $(RUN)
-	$(LAUNCH) scripts/train.py --config configs/quickstart.yaml --data.path $(DATA) --train.output_dir $(RUN) \
-	    $$(test -d $(RUN) && echo --train.resume latest)
-	$(BIN)/python scripts/sample.py $(RUN) --prompt $(PROMPTS) --num_images 8 --seed 7 --out $(RUN)/samples/quickstart
+	@test -z "$$(ls -A "$(RUN)" 2> /dev/null)" || test -f "$(RUN)/config.yaml" || \
+	    { echo "$(RUN) is no run, as it has no config.yaml: choose another RUN" >&2; exit 1; }
+	ls "$(RUN)"/checkpoints/step-*/manifest.json > /dev/null 2>&1 || rm -rf "$(RUN)"
+	$(LAUNCH) scripts/train.py --config configs/quickstart.yaml --data.path $(DATA) --train.output_dir "$(RUN)" \
+	    $$(test -d "$(RUN)" && echo --train.resume latest)
+	$(BIN)/python scripts/sample.py "$(RUN)" --prompt $(PROMPTS) --num_images 8 --seed 7 --out "$(RUN)/samples/quickstart"
 	@echo "the pictures with their prompts: $(RUN)/samples/quickstart/grid.png"

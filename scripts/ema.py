@@ -109,6 +109,8 @@ def put_into(pipeline: "TextToImagePipeline", averages: dict[str, "Tensor"], run
     for part in TRAINED_PARTS:
         if getattr(pipeline, part) is not None:
             weights |= {f"{part}.{name}": parameter for name, parameter in trainable(getattr(pipeline, part)).items()}
+    # the uncertainty that a loss is weighed by is trained and averaged too, but is no part of a pipeline
+    averages = {name: average for name, average in averages.items() if name.partition(".")[0] in TRAINED_PARTS}
     unknown = sorted(averages.keys() - weights.keys())
     try:
         if unknown:

@@ -32,8 +32,9 @@ from _evaluation_plan import (
     prepared,
     some_in_colour,
 )
-from _processes import Processes
 from sample import Parser, chosen_device, chosen_guidance
+
+from unet_attn.processes import Processes
 
 if TYPE_CHECKING:  # they take seconds to import, which a wrong command line need not wait for
     from collections.abc import Iterable, Iterator, Sequence

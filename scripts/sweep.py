@@ -91,22 +91,24 @@ def sweep(options: argparse.Namespace) -> None:
     out = options.out or ROOT / "runs" / "sweeps" / experiment.name
     check(options, experiment)
     settings = settings_of(options, experiment)
+    identities = [
+        settings | {"variant": variant, "overrides": experiment.variants[variant], "seed": seed}
+        for seed in dict.fromkeys(options.seeds)  # all variants with one before the next, so that a table soon has all
+        for variant in dict.fromkeys(options.variants or experiment.variants)
+    ]
+    done = [row["settings"] for row in read_rows(out)]
+    missing = [identity for identity in identities if identity not in done]
+    check_earlier(out, missing)
     out.mkdir(parents=True, exist_ok=True)
 
     failed = []
-    chosen = options.variants or experiment.variants
-    for seed in options.seeds:  # all variants with one seed before the next, so that a table soon has every line
-        for variant in dict.fromkeys(chosen):
-            identity = settings | {"variant": variant, "overrides": experiment.variants[variant], "seed": seed}
-            if any(row["settings"] == identity for row in read_rows(out)):
-                continue
-            print(f"{variant}, seed {seed}", flush=True)
-            try:
-                row = measured(options, experiment, out, identity)
-            except ValueError as error:
-                failed.append(f"{variant}, seed {seed}: {error}")
-                continue
-            append_row(out, row)
+    for identity in missing:
+        name = f"{identity['variant']}, seed {identity['seed']}"
+        print(name, flush=True)
+        try:
+            append_row(out, measured(options, experiment, out, identity))
+        except ValueError as error:
+            failed.append(f"{name}: {error}")
     rows = [row for row in read_rows(out) if is_alike(row, settings, experiment)]
     if rows:
         table = table_of(rows, list(experiment.variants), settings)
@@ -192,7 +194,22 @@ def check(options: argparse.Namespace, experiment: Experiment) -> None:
         raise ValueError(f"there is no data set {config.data.path}: name one with --data.path")
 
 
+def check_earlier(out: Path, missing: list[dict[str, Any]]) -> None:
+    """Raise ValueError for a run that is in the way of one to come, and that a row of other settings tells of."""
+    rows = read_rows(out)
+    for identity in missing:
+        run = run_folder(out, identity)
+        told = [row["settings"] for row in rows if Path(row["run"]).name == run.name]
+        if told and run.exists():
+            other = " and ".join(key for key in identity if identity[key] != told[-1].get(key))
+            raise ValueError(f"{run} was made with another {other}: remove it, or choose another --out")
+
+
 # ---------------------------------------------------------------------------------------------------------- one variant
+
+
+def run_folder(out: Path, identity: dict[str, Any]) -> Path:
+    return out / f"{slug(identity['variant'])}-seed{identity['seed']}"
 
 
 def slug(name: str) -> str:
@@ -231,11 +248,10 @@ def measured(
     options: argparse.Namespace, experiment: Experiment, out: Path, identity: dict[str, Any]
 ) -> dict[str, Any]:
     """Train and score a variant; its row. Raises ValueError with the end of the log if either fails."""
-    seed = identity["seed"]
-    run = out / f"{slug(identity['variant'])}-seed{seed}"
+    run = run_folder(out, identity)
     log = run.with_name(f"{run.name}.log")
-    shutil.rmtree(run, ignore_errors=True)  # of a sweep that was interrupted, or measured otherwise
-    arguments = train_arguments(options, experiment, identity["overrides"], seed, run)
+    shutil.rmtree(run, ignore_errors=True)  # of a sweep that was interrupted: no row tells of it (`check_earlier`)
+    arguments = train_arguments(options, experiment, identity["overrides"], identity["seed"], run)
     code = run_alone([sys.executable, SCRIPTS / "train.py", *arguments], log=log)
     if code:
         raise ValueError(f"training ended with exit code {code}: {last_words(log)}")

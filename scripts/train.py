@@ -13,12 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from diffusers import SchedulerMixin
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 from torch import nn
@@ -36,7 +37,9 @@ from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions, check_start, check_unchanged, fixed_settings
 from unet_attn.pipelines.captions import caption_limit
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.processes import LONGEST_WAIT, Processes
 from unet_attn.report import write_report
+from unet_attn.schedulers import unknown_value
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 from unet_attn.tokenizer import train_tokenizer
 from unet_attn.tracking import check_trackers
@@ -105,6 +108,8 @@ def make_accelerator(output_dir: str, trackers: Sequence[str] = ()) -> Accelerat
         cpu=on_cpu,
         log_with=list(trackers) or None,
         project_config=ProjectConfiguration(project_dir=output_dir, logging_dir=str(Path(output_dir, "logs"))),
+        # the others wait for the main process while it reads every picture for the first time
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
     )
     launched = int(environment.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
@@ -115,10 +120,33 @@ def make_accelerator(output_dir: str, trackers: Sequence[str] = ()) -> Accelerat
     return accelerator
 
 
+def class_of(spec: Namespace) -> type:
+    module, _, name = spec.class_path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
 def make(spec: Namespace, **more: Any) -> Any:
     """Build what a class_path and its init_args describe, with `more` parameters that follow from elsewhere."""
-    module, _, name = spec.class_path.rpartition(".")
-    return getattr(import_module(module), name)(**spec.init_args.as_dict(), **more)
+    return class_of(spec)(**spec.init_args.as_dict(), **more)
+
+
+def make_scheduler(spec: Namespace | None) -> SchedulerMixin:
+    """The scheduler of a configuration. Raises ValueError, naming the setting, where diffusers' class can make none."""
+    if spec is None:
+        raise ValueError("scheduler must have a class_path, as diffusers.FlowMatchEulerDiscreteScheduler, got null")
+    settings, times = spec.init_args.as_dict(), "num_train_timesteps"
+    if times in settings and not (settings[times] and settings[times] > 0):
+        raise ValueError(f"scheduler.init_args.{times} must be at least 1, got {settings[times]}")
+    try:
+        return make(spec)
+    except NotImplementedError as error:
+        fault = unknown_value(spec.class_path.rpartition(".")[2], settings, error)
+        raise ValueError(f"scheduler.init_args: {fault}") from None
+    except Exception as error:  # diffusers checks little and computes with what it is given, so anything may fail
+        usual = signature(class_of(spec)).parameters
+        changed = {key: value for key, value in settings.items() if value != usual[key].default}
+        told = str(error).partition("\n")[0]
+        raise ValueError(f"scheduler.init_args {changed} make no {spec.class_path}: {told}") from error
 
 
 class Built(NamedTuple):
@@ -136,10 +164,7 @@ def build(config: Namespace, options: TrainOptions, resume_from: Path | None) ->
     Everything that can be wrong without data is built before it is read.
     """
     data_options = DataOptions(**config.data.as_dict())
-    try:
-        objective = Objective(make(config.scheduler), **config.objective.as_dict())
-    except IndexError as error:  # diffusers looks at the first of no betas
-        raise ValueError(f"scheduler.init_args make no {config.scheduler.class_path}: {error}") from None
+    objective = Objective(make_scheduler(config.scheduler), **config.objective.as_dict())
     tuning = make_tuning(config.consistency, objective)
     has_text = config.text_encoder is not None
     options.check_prompts(has_text=has_text)
@@ -238,21 +263,13 @@ def check_output_outside(output_dir: str, data_path: str) -> None:
         raise ValueError(f"train.output_dir {output_dir} lies in data.path {data_path}: choose a folder outside it")
 
 
-def in_turn(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
+def in_turn(processes: Processes, make: Callable[[], Any]) -> Any:
     """Make something in the main process and then in the others, which find the checked pictures in the cache.
 
-    An error comes out after all have met: a process that dies alone leaves the others waiting for it.
+    An error in one is raised in all: a process that dies alone leaves the others waiting for it.
     """
-    made, error = None, None
-    if accelerator.is_main_process:
-        try:
-            made = make()
-        except (ValueError, OSError) as raised:
-            error = raised
-    accelerator.wait_for_everyone()
-    if error is not None:
-        raise error
-    return made if accelerator.is_main_process else make()
+    made = processes.each(lambda: make() if processes.is_main else None)
+    return processes.each(lambda: made if processes.is_main else make())
 
 
 def make_tokenizer(
@@ -260,7 +277,8 @@ def make_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """The checkpoint's tokenizer, since captions may have changed; the pretrained text model's; or a new one."""
     if resume_from is not None:
-        return PreTrainedTokenizerFast.from_pretrained(resume_from / "tokenizer")
+        kind = AutoTokenizer if pretrained else PreTrainedTokenizerFast  # a text model's may have no tokenizer.json
+        return kind.from_pretrained(resume_from / "tokenizer")
     if pretrained:
         path = config.text_encoder.init_args.path
         return AutoTokenizer.from_pretrained(path, model_max_length=config.tokenizer.max_length)
@@ -299,9 +317,10 @@ def train(arguments: list[str] | None) -> int:
     accelerator = make_accelerator(options.output_dir, options.trackers)
     accelerator.print(describe(accelerator))
     check_output_outside(options.output_dir, config.data.path)
-    resume_from = check_start(options, num_processes=accelerator.num_processes)
+    processes = Processes("train.py")
+    resume_from = processes.each(lambda: check_start(options, num_processes=processes.count))
 
-    built = in_turn(accelerator, lambda: build(config, options, resume_from))
+    built = in_turn(processes, lambda: build(config, options, resume_from))
     model, data = built.model, built.data
     accelerator.print(data.summary())
     if model.tokenizer is not None:
@@ -317,7 +336,7 @@ def train(arguments: list[str] | None) -> int:
     try:
         finished = trainer.run()
     except (ValueError, OSError) as error:
-        if not accelerator.is_main_process and not isinstance(error, TrainingDiverged):  # which all processes notice
+        if not accelerator.is_local_main_process and not isinstance(error, TrainingDiverged):  # which all notice
             print(f"error: process {accelerator.process_index}: {' '.join(str(error).split())}", file=sys.stderr)
         raise
     if accelerator.is_main_process:
@@ -333,7 +352,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return train(arguments)
     except (ArgumentError, ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        # once on each machine, which may be the only one to fail; -1 is that of a process that was not launched
+        if int(os.environ.get("LOCAL_RANK", "-1")) <= 0:
             # what is wrong with data is a list of files, a line each
             print(f"error: {error if isinstance(error, DataError) else ' '.join(str(error).split())}", file=sys.stderr)
         return 2

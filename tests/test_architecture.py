@@ -43,6 +43,7 @@ cache <- feature_cache
 ema, checkpoint <- posthoc <- training
 faults <- scores, report_page
 checkpoint <- run_record <- tracking, watching, training
+data <- tracking
 charts, run_record, scores, report_page <- report
 run_record, scores <- model_card
 flow <- unet
@@ -50,6 +51,7 @@ flow, schedulers, loss_weights <- objective
 blocks <- loss_weights <- model
 attention, transformer, unet, text_encoder, flow, schedulers, data, tokenizer, sampler <- pipelines
 pipelines <- training, evaluation <- scripts
+processes <- scripts
 ema, checkpoint, optim, tracking <- training
 checkpoint, objective, optim, sampler <- options <- training
 transformer, data <- evaluation

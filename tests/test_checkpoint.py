@@ -215,6 +215,31 @@ def test_remains_of_a_crash_are_in_nobodys_way(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000004"]
 
 
+def test_what_a_crash_left_of_another_step_goes_with_the_next_save(tmp_path: Path) -> None:
+    saved = save(tmp_path, 1)
+    for left in (".step-000002.partial", ".step-000003.partial", ".step-000003.old"):
+        shutil.copytree(saved, tmp_path / left)
+    (tmp_path / ".mine.partial").mkdir()
+
+    save(tmp_path, 4)
+    assert names(tmp_path) == [".mine.partial", "step-000001", "step-000004"]
+
+
+def test_a_checkpoint_that_was_just_checked_is_not_hashed_again(tmp_path: Path, monkeypatch) -> None:
+    path = save(tmp_path, 4, value=3.0)
+    assert find_checkpoint(tmp_path, str(path)) == path
+    monkeypatch.setattr(checkpoint, "_hash", None)  # calling it would raise a TypeError
+
+    assert load_checkpoint(path, checked=True).tensors["model"]["a.weight"].max() == 3.0
+
+
+def test_a_checkpoint_of_a_path_is_checked_as_the_latest_is(tmp_path: Path) -> None:
+    change_weights(save(tmp_path, 4))
+
+    with pytest.raises(CheckpointError, match=r"step-000004 cannot be used: the contents of model.safetensors"):
+        find_checkpoint(tmp_path, str(tmp_path / "step-000004"))
+
+
 def test_a_file_that_the_manifest_does_not_name_is_not_read(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, tensors={"model": {"a": torch.ones(3)}}, state={})
     (path / "stray.safetensors").write_bytes(b"no tensors")

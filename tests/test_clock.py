@@ -1,9 +1,15 @@
 """How far a run is."""
 
-import pytest
+from pathlib import Path
 
-from unet_attn import clock
+import pytest
+import test_training
+import torch
+from test_training import pictures, trainer_for  # noqa: F401  a fixture
+
+from unet_attn import clock, training
 from unet_attn.clock import RunClock
+from unet_attn.training import Trainer
 
 
 @pytest.fixture
@@ -46,3 +52,31 @@ def test_the_further_of_both_ends_counts_and_earlier_sessions_too(now: list[floa
     assert run.seconds() == 30
     assert run.progress(10, seconds_at_end=0.0) == pytest.approx(0.5)
     assert run.progress(90, seconds_at_end=0.0) == pytest.approx(0.9)
+
+
+def test_a_run_by_the_clock_leaves_time_for_both_a_snapshot_and_a_checkpoint_at_its_end(
+    pictures: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    time = [0.0]
+
+    def spend(seconds: float) -> float:
+        time[0] += seconds
+        return time[0]
+
+    class Slow(Trainer):
+        def _write_checkpoint(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+            super()._write_checkpoint(tensors)
+            spend(1.5)
+
+    monkeypatch.setattr(clock, "monotonic", lambda: spend(0.05))
+    monkeypatch.setattr(training, "write_snapshot", lambda *_, is_main: spend(0.2))
+    monkeypatch.setattr(test_training, "Trainer", Slow)
+    options = {"max_steps": None, "max_minutes": 0.2, "checkpoint_every": 20, "ema_snapshot_every": 4}
+    trainer = trainer_for(pictures, tmp_path, **options)
+    trainer.run()
+
+    # its last duration before the end is that of a snapshot
+    assert trainer.saved_step == trainer.step > 24
+    assert 11.0 < time[0] <= 12.0 * 1.03

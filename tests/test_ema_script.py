@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from pipeline_parts import quiet, seeds, tiny_pipeline, tiny_unconditional
+from tiny_config import write_config
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from unet_attn.model import TextConditionalUNet
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.posthoc import PowerFunctionEMA, write_snapshot
 
@@ -35,8 +38,8 @@ def script() -> ModuleType:
 
 def trained(pipeline: TextToImagePipeline, run: Path) -> PowerFunctionEMA:
     """Stir the weights of `pipeline` for some steps and leave a run with snapshots. Returns the directly tracked."""
-    parts = {name: part for name in ("unet", "text_encoder") if (part := getattr(pipeline, name)) is not None}
-    model, generator = nn.ModuleDict(parts), torch.Generator().manual_seed(5)
+    model = TextConditionalUNet(pipeline.unet, pipeline.text_encoder, pipeline.tokenizer)
+    generator = torch.Generator().manual_seed(5)
     ema, direct = PowerFunctionEMA(model), PowerFunctionEMA(model, (WIDE,))
     for step in range(1, STEPS + 1):
         with torch.no_grad():
@@ -123,6 +126,22 @@ def test_an_earlier_step_of_a_model_without_text(script: ModuleType, tmp_path: P
     for name, value in wanted.items():
         assert_close(weights(made)[name].detach(), value)
     assert "8 snapshots up to step 40" in capsys.readouterr().out
+
+
+def test_a_run_that_learned_its_uncertainty_is_averaged_without_it(
+    script: ModuleType, scripts: Callable[[str], ModuleType], tmp_path: Path, capsys
+) -> None:
+    train = {"max_steps": 4, "warmup_steps": 0, "sample_every": None, "validate_every": None}
+    config = write_config(tmp_path, **train, ema_snapshot_every=1)
+    assert scripts("train").main(["--config", str(config), "--objective.loss_weighting", "uncertainty"]) == 0
+
+    assert script.main([str(tmp_path / "run"), "--length", "0.1"]) == 0, capsys.readouterr().err
+
+    averaged, published = (
+        weights(TextToImagePipeline.from_pretrained(tmp_path / "run" / folder)) for folder in ("ema/length-0.1", "")
+    )
+    assert averaged.keys() == published.keys()
+    assert not torch.equal(averaged["unet.conv_in.weight"], published["unet.conv_in.weight"])
 
 
 def test_a_length_that_the_snapshots_cannot_express_is_made_with_a_warning(

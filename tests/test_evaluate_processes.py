@@ -12,6 +12,8 @@ from pipeline_parts import tiny_pipeline
 from processes import run_group
 from test_evaluate_script import noise_folder, saved_judge
 
+from unet_attn.processes import Processes
+
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ("kid", "frechet", "precision", "recall", "agreement", "loss", "nearest")
 
@@ -109,8 +111,6 @@ def test_what_the_main_process_refuses_ends_the_others_too(arguments: list[str],
 def test_a_launch_whose_processes_would_not_meet_is_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    processes = import_module("_processes")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     # what a process sees that thinks it is alone; a real group would wait here for its second member
@@ -118,4 +118,4 @@ def test_a_launch_whose_processes_would_not_meet_is_refused(
     monkeypatch.setattr("accelerate.PartialState", alone)
 
     with pytest.raises(ValueError, match=message):
-        processes.Processes("evaluate.py")
+        Processes("evaluate.py")

@@ -1,12 +1,14 @@
 """What is refused of a training's options before data is read."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 
+from unet_attn import checkpoint
 from unet_attn.checkpoint import save_checkpoint
-from unet_attn.options import TrainOptions, check_start
+from unet_attn.options import TrainOptions, check_start, check_unchanged
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,32 @@ def test_a_start_that_would_overwrite_or_cannot_resume_is_refused(tmp_path: Path
         start(tmp_path / "new", batch_size=7)
     assert start(tmp_path, resume="latest") == second
     assert start(tmp_path / "branch", resume=str(first)) == first
+
+
+def test_the_try_whether_a_folder_can_be_written_is_seen_by_no_other_process(tmp_path: Path) -> None:
+    os.utime(tmp_path, (1, 1))
+
+    assert start(tmp_path) is None
+    # an entry, however short it was there, would have changed the folder's time, and been another process's "files"
+    assert tmp_path.stat().st_mtime == 1
+
+
+@pytest.mark.parametrize("resume", ["latest", "step-000002"])
+def test_a_start_reads_the_checkpoint_that_it_resumes_once(tmp_path: Path, monkeypatch, resume: str) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "checkpoints", step, tensors={}, state={})
+    read, real = [], checkpoint._hash
+    monkeypatch.setattr(checkpoint, "_hash", lambda file: read.append(file) or real(file))
+    chosen = tmp_path / "checkpoints" / "step-000002"
+
+    assert start(tmp_path, resume=resume if resume == "latest" else str(chosen)) == chosen
+    assert read == [chosen / "state.json"]
+
+
+def test_a_text_models_settings_may_be_written_otherwise_by_another_release_of_its_library(tmp_path: Path) -> None:
+    then = {"text_encoder.path": "models/e5", "text_encoder.model_config": {"transformers_version": "5.1.0"}}
+    now = then | {"text_encoder.model_config": {"transformers_version": "5.2.0", "new": None}}
+
+    check_unchanged(tmp_path, then, now)
+    with pytest.raises(ValueError, match=r"was trained with text_encoder.path models/e5, but it is models/e6 now"):
+        check_unchanged(tmp_path, then, now | {"text_encoder.path": "models/e6"})

@@ -1,6 +1,7 @@
 """sweep.py: variants train and are scored alike, what has a row is left alone, and the experiments that come along."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -109,12 +110,32 @@ def test_a_row_of_other_settings_neither_counts_nor_is_shown(
     assert sweep("--variants", "base") == 0
     with (folder / "out" / "results.jsonl").open("a", encoding="utf-8") as stream:
         stream.write('{"settings": {"vari')  # cut off by a crash
+    shutil.rmtree(folder / "out" / "base-seed0")
 
     assert sweep("--variants", "base", "--num_pictures", "64") == 0
 
     assert script.ran == ["train.py", "evaluate.py"] * 2
     table = (folder / "out" / "table.md").read_text(encoding="utf-8")
     assert "64 pictures" in table and table.count("| base |") == 1
+
+
+def test_trained_weights_of_a_row_with_other_settings_are_not_deleted_unasked(
+    sweep: Callable[..., int], script: ModuleType, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("--variants", "wide -0.5") == 0
+    run, there = folder / "out" / "wide-minus-0.5-seed0", sorted((folder / "out").rglob("*"))
+    capsys.readouterr()
+
+    assert sweep("--steps", "3") == 2
+
+    told = capsys.readouterr().err
+    assert told == f"error: {run} was made with another steps: remove it, or choose another --out\n"
+    assert script.ran == ["train.py", "evaluate.py"], "not even the variant before it"
+    assert sorted((folder / "out").rglob("*")) == there
+    # what is not asked for is in nobody's way, and the row's own settings neither
+    assert sweep("--steps", "3", "--variants", "base") == 0
+    assert sweep("--variants", "wide -0.5") == 0
+    assert script.ran == ["train.py", "evaluate.py"] * 2
 
 
 def test_a_variant_that_fails_leaves_the_others_their_turn(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 import yaml
 from tiny_config import write_config
-from transformers import RobertaConfig, RobertaModel
+from transformers import ByT5Tokenizer, RobertaConfig, RobertaModel, T5Config, T5Model
 
 from unet_attn.tokenizer import train_tokenizer
 
@@ -337,3 +338,50 @@ def test_a_signal_ends_the_process_with_a_code_of_its_own(
 
     assert script.main(["--config", str(config)]) == 75
     assert "stopped by a signal after step 2; go on with --train.resume latest" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_quickstart_removes_what_it_left_and_no_other_folder(tmp_path: Path) -> None:
+    for tool in ("python", "accelerate"):
+        (tmp_path / tool).symlink_to(shutil.which("true"))
+    (tmp_path / "metadata.jsonl").touch()
+    (tmp_path / "installed").touch()
+    mine, killed = tmp_path / "my folder", tmp_path / "killed"
+    for folder, file in ((mine, "thesis.txt"), (killed, "config.yaml")):
+        folder.mkdir()
+        (folder / file).touch()
+
+    def quickstart(run: Path) -> subprocess.CompletedProcess[str]:
+        places = [f"BIN={tmp_path}", f"DATA={tmp_path}", f"INSTALLED={tmp_path / 'installed'}"]
+        return launched("make", "--silent", "quickstart", f"RUN={run}", *places)
+
+    refused = quickstart(mine)
+    assert refused.returncode != 0
+    assert refused.stderr.splitlines()[0] == f"{mine} is no run, as it has no config.yaml: choose another RUN"
+    assert (mine / "thesis.txt").exists()
+    assert quickstart(killed).returncode == 0  # a run that was killed before its first checkpoint starts again
+    assert not killed.exists()
+    assert quickstart(tmp_path / "new").returncode == 0
+
+
+def test_a_text_model_whose_tokenizer_has_no_vocabulary_file_is_resumed(
+    script: ModuleType, config: Path, tmp_path: Path, capsys
+) -> None:
+    tokenizer = ByT5Tokenizer()
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    T5Model(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "text")
+    tokenizer.save_pretrained(tmp_path / "text")
+    values = yaml.safe_load(config.read_text())
+    values["text_encoder"] = {
+        "class_path": "unet_attn.text_encoder.PretrainedText",
+        "init_args": {"path": str(tmp_path / "text")},
+    }
+    values["train"]["sample_every"] = None
+    config.write_text(yaml.safe_dump(values))
+
+    assert script.main(["--config", str(config), "--train.max_steps", "1"]) == 0
+    assert not (tmp_path / "run" / "checkpoints" / "step-000001" / "tokenizer" / "tokenizer.json").exists()
+    assert script.main(["--config", str(config), "--train.max_steps", "2", "--train.resume", "latest"]) == 0, (
+        capsys.readouterr().err
+    )
+    assert len(metrics(tmp_path / "run")) == 2

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from safetensors.torch import load_file
@@ -78,7 +79,13 @@ def small_model(data: CaptionedImages, *, has_text: bool = True) -> TextConditio
 
 
 def trainer_for(
-    pictures: Path, output_dir: Path, *, data: CaptionedImages | None = None, has_text: bool = True, **options: object
+    pictures: Path,
+    output_dir: Path,
+    *,
+    data: CaptionedImages | None = None,
+    has_text: bool = True,
+    objective: Objective | None = None,
+    **options: object,
 ) -> Trainer:
     defaults = {
         "batch_size": 4,
@@ -100,7 +107,7 @@ def trainer_for(
     )
     return Trainer(
         model,
-        Objective(FlowMatchEulerDiscreteScheduler()),
+        objective or Objective(FlowMatchEulerDiscreteScheduler()),
         data,
         options,
         accelerator,
@@ -166,6 +173,45 @@ def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_never_stopped(picture
     assert trainer_for(pictures, tmp_path / "stopped", resume="latest").run()
 
     assert_same_run(tmp_path / "stopped", tmp_path / "straight", 6)
+
+
+def test_a_run_stopped_in_a_step_that_is_skipped_saves_the_weights_from_before_it(
+    pictures: Path, tmp_path: Path
+) -> None:
+    def troubled(signal_in: int | None) -> TroubledImages:
+        data = TroubledImages(DataOptions(path=str(pictures), resolution=8), channels=1)
+        data.infinite_in, data.signal_in = frozenset({4}), signal_in
+        return data
+
+    assert trainer_for(pictures, tmp_path / "straight", data=troubled(None), ema_snapshot_every=2).run()
+    stopped = tmp_path / "stopped"
+    assert trainer_for(pictures, stopped, data=troubled(4), ema_snapshot_every=2).run() is False
+    assert (stopped / "checkpoints" / "step-000004" / "manifest.json").exists()
+    assert trainer_for(pictures, stopped, data=troubled(None), ema_snapshot_every=2, resume="latest").run()
+
+    assert_same_run(stopped, tmp_path / "straight", 6)
+    for run in (stopped, tmp_path / "straight"):
+        assert sorted(path.name for path in (run / "ema_snapshots").iterdir()) == ["step-000002", "step-000006"]
+
+
+def test_gradients_of_half_precision_are_unscaled_once_where_a_sharded_model_has_frozen_parameters(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trainer_for(pictures, tmp_path / "plain").run()
+    scaled = trainer_for(pictures, tmp_path / "scaled")
+    scaled.model.register_parameter("frozen", nn.Parameter(torch.zeros(3), requires_grad=False))
+    # what Accelerate sets up for FSDP2 in fp16, but for the slices and the half precision
+    accelerator, scaler = scaled.accelerator, torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaled.optimizer = AcceleratedOptimizer(scaled.optimizer.optimizer, scaler=scaler)
+    accelerator.scaler, accelerator.native_amp = scaler, True
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.FSDP)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    monkeypatch.setattr(accelerator.state, "fsdp_plugin", plugin, raising=False)
+    assert scaled.run()
+
+    # a power of 2 is divided away to the bit
+    assert_same_run(tmp_path / "scaled", tmp_path / "plain", 6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -235,6 +281,22 @@ def test_a_finished_run_is_not_changed_by_resuming_it(pictures: Path, tmp_path: 
     assert metrics(tmp_path) == recorded
     assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path, 6).items())
     assert (tmp_path / "unet" / "config.json").exists()
+
+
+def test_what_is_published_or_known_of_the_data_is_not_made_twice(pictures: Path, tmp_path: Path) -> None:
+    made = []
+
+    class Known(CaptionedImages):
+        def fingerprint(self) -> str:
+            made.append("fingerprint")
+            return super().fingerprint()
+
+    trainer = trainer_for(pictures, tmp_path, data=Known(DataOptions(path=str(pictures), resolution=8), channels=1))
+    publish = trainer.watcher.publish
+    trainer.watcher.publish = lambda: (made.append(f"pipeline of {trainer.step}"), publish())
+    trainer.run()
+
+    assert made == ["fingerprint", "pipeline of 3", "pipeline of 6"]
 
 
 def test_a_longer_limit_at_resume_adds_exactly_the_difference(pictures: Path, tmp_path: Path) -> None:
@@ -314,8 +376,10 @@ def test_prompts_for_a_model_without_text_are_refused(pictures: Path, tmp_path: 
 def test_a_discrete_objective_samples_with_no_more_steps_than_it_was_trained_for(
     pictures: Path, tmp_path: Path
 ) -> None:
-    trainer = trainer_for(pictures, tmp_path, max_steps=1, sample_every=1, sample_prompts=("thing 1",))
-    trainer.objective = Objective(DDIMScheduler(num_train_timesteps=5), prediction_type="v_prediction")
+    objective = Objective(DDIMScheduler(num_train_timesteps=5), prediction_type="v_prediction")
+    looks = {"max_steps": 1, "sample_every": 1, "sample_prompts": ("thing 1",)}
+    trainer = trainer_for(pictures, tmp_path, objective=objective, **looks)
     trainer.run()
 
+    assert trainer.watcher.steps == 5
     assert (tmp_path / "samples" / "step-000001.png").exists()

@@ -1,13 +1,18 @@
 """Two processes that learn together: what travels when, dropout, exit codes, and one that fails alone."""
 
 import json
+import os
 import shutil
+import sys
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 
 import processes
 import pytest
 import torch
 import two_processes
+from accelerate import PartialState
 from safetensors.torch import load_file
 from torture import write_config
 
@@ -32,6 +37,22 @@ def group_codes(work: object, *arguments: object) -> list[int | None]:
     with pytest.raises(AssertionError) as ended:
         processes.run_group(work, *arguments, seconds=60)
     return json.loads(str(ended.value).split("ended with ")[1].split(" (")[0].replace("None", "null"))
+
+
+def on_two_machines(arguments: list[str], rank: str, others: list[str], log: Path) -> int:
+    """scripts/train.py, in process `rank` with other arguments; what each says goes to `log` and its rank."""
+    own = os.environ["RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    os.dup2(os.open(f"{log}{own}", os.O_WRONLY | os.O_CREAT), 2)
+    return two_processes.whole([*arguments, *(others if own == rank else [])])
+
+
+def patience() -> int:
+    """The hours that the processes of a training wait for each other."""
+    sys.path.insert(0, str(two_processes.ROOT / "scripts"))
+    import_module("train").make_accelerator("run")
+    backend = torch.distributed.group.WORLD._get_backend(PartialState().device)
+    return backend.options._timeout // timedelta(hours=1)
 
 
 def test_gradients_travel_with_the_last_micro_batch_of_a_window_alone(config: Path, tmp_path: Path) -> None:
@@ -84,6 +105,32 @@ def test_a_process_that_fails_alone_says_why(config: Path, tmp_path: Path) -> No
     assert codes[1] == 2
     assert codes[0] not in (0, None)
     assert "error: process 1: 17.png cannot be read" in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rank", "others", "message"),
+    [
+        ("1", ["--data.path", "nowhere"], "nowhere"),
+        ("0", ["--data.path", "nowhere"], "nowhere"),
+        ("1", ["--train.output_dir", "/proc/x/y"], "train.output_dir /proc/x/y cannot be written"),
+    ],
+)
+def test_what_one_machine_lacks_is_told_on_both_and_ends_both(
+    config: Path, tmp_path: Path, rank: str, others: list[str], message: str
+) -> None:
+    arguments = ["--config", str(config), "--train.batch_size", "4", "--train.output_dir", str(tmp_path / "run")]
+
+    assert group_codes(on_two_machines, arguments, rank, others, tmp_path / "said") == [2, 2]
+    for own in ("0", "1"):
+        said = (tmp_path / f"said{own}").read_text().splitlines()
+        (error,) = (line for line in said if line.startswith("error: "))
+        assert message in error
+        assert error.startswith(f"error: process {rank}: ") == (own != rank)
+        assert not any("Traceback" in line for line in said)
+
+
+def test_a_large_data_set_may_be_read_for_hours_while_the_others_wait() -> None:
+    assert group_codes(patience) == [24, 24]
 
 
 def test_a_grid_and_a_validation_that_a_kill_prevented_come_when_the_run_goes_on(config: Path, tmp_path: Path) -> None:

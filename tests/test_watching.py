@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import torch
+import two_processes
 from PIL import Image
 from test_training import assert_same_run, metrics, trainer_for
 
@@ -133,6 +135,39 @@ def test_live_weights_and_modes_return_after_a_look_that_fails(pictures: Path, t
 
     assert all(torch.equal(value, before[name]) for name, value in trainer.parameters.items())
     assert all(module.training for module in trainer.model.modules())
+
+
+def test_a_grid_that_overflows_is_told_and_the_training_goes_on(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = {"sample_every": 2, "sample_prompts": ("thing 1",), "validate_every": 6}
+    trainer_for(pictures, tmp_path / "unwatched").run()
+    trainer = trainer_for(pictures, tmp_path / "watched", **looks)
+
+    def overflow(module: torch.nn.Module, inputs: object, output: object) -> None:
+        if not module.training:
+            output.sample.mul_(torch.inf)
+
+    hook = trainer.model.unet.register_forward_hook(overflow)
+    step = trainer._train_step
+    trainer._train_step = lambda: (step(), hook.remove() if trainer.step == 6 else None)
+    assert trainer.run()
+
+    told = [line for line in capsys.readouterr().err.splitlines() if "no samples" in line]
+    assert [line.split(" came out as NaN")[0] for line in told] == [
+        f"warning: step {step}: no samples: picture 0 of 1 (counted from 0)" for step in (2, 4)
+    ]
+    assert [path.name for path in (tmp_path / "watched" / "samples").iterdir()] == ["step-000006.png"]
+    assert [line["step"] for line in validations(tmp_path / "watched")] == [6]
+    assert_same_run(tmp_path / "watched", tmp_path / "unwatched", 6)
+
+
+def test_looks_that_fail_in_the_main_process_leave_no_other_waiting(pictures: Path, tmp_path: Path) -> None:
+    run, options = tmp_path / "run", {"batch_size": 4, "max_steps": 4, "trackers": ()}
+    options |= {"validate_every": 2, "sample_every": 1, "sample_prompts": ("a",)}
+    processes.run_group(two_processes.train_without_looks, pictures, run, options, seconds=60)
+
+    assert len(metrics(run)) == 4
 
 
 def test_the_loss_by_noise_level_is_the_loss_in_parts(pictures: Path, tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
-"""What the processes of tests/test_two_processes.py do: small runs of two that learn together, on the CPU."""
+"""What the processes of tests/test_two_processes.py and of some others do: small runs on the CPU, most of two."""
 
+import contextlib
+import errno
 import importlib.util
+import io
 import json
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -13,10 +17,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from sharded_model import tiny_model
 from torch import Tensor, nn
 
-from unet_attn.checkpoint import CheckpointError
+from unet_attn import checkpoint, data
 from unet_attn.data import CaptionedImages, DataError, DataOptions
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions, check_start
+from unet_attn.tracking import peak_memory
 from unet_attn.training import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,13 +51,9 @@ class BadPicture(Trainer):
         super()._train_step()
 
 
-class FullDisk(Trainer):
-    """Its main process cannot save."""
-
-    def _save(self) -> None:
-        if self.accelerator.is_main_process:
-            raise CheckpointError("checkpoint step-000002 could not be written (no space left on device)")
-        super()._save()
+def refuse() -> None:
+    """As a disk does that is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def trainer_for(kind: type[Trainer], pictures: Path, run: Path, options: dict[str, object]) -> Trainer:
@@ -62,9 +63,9 @@ def trainer_for(kind: type[Trainer], pictures: Path, run: Path, options: dict[st
     start = check_start(given, num_processes=accelerator.num_processes)
     model = tiny_model(0)
     model.text_encoder.embedding = nn.Sequential(model.text_encoder.embedding, nn.Dropout(0.3))
-    data = CaptionedImages(DataOptions(path=str(pictures), resolution=8), channels=1)
+    images = CaptionedImages(DataOptions(path=str(pictures), resolution=8), channels=1)
     objective = Objective(FlowMatchEulerDiscreteScheduler())
-    return kind(model, objective, data, given, accelerator, config="a: 1\n", resume_from=start)
+    return kind(model, objective, images, given, accelerator, config="a: 1\n", resume_from=start)
 
 
 def train(pictures: Path, run: Path, options: dict[str, object]) -> int:
@@ -72,6 +73,15 @@ def train(pictures: Path, run: Path, options: dict[str, object]) -> int:
     assert trainer_for(Trainer, pictures, run, options).run()
     if dist.is_initialized():
         dist.destroy_process_group()
+    return 0
+
+
+def train_without_looks(pictures: Path, run: Path, options: dict[str, object]) -> int:
+    """Whatever is to be looked at, process 0 cannot."""
+    trainer = trainer_for(Trainer, pictures, run, options)
+    trainer.watcher.sample = trainer.watcher.validate = lambda step: refuse()
+    assert trainer.run()
+    dist.destroy_process_group()
     return 0
 
 
@@ -88,7 +98,7 @@ def train_counting(pictures: Path, run: Path, options: dict[str, object]) -> int
 
 
 def script_main(arguments: list[str], *, kind: str) -> int:
-    """scripts/train.py. kind: "signalled", process 1 gets a SIGTERM in step 2; "full disk"; "bad picture"; "whole"."""
+    """scripts/train.py. kind: "signalled", process 1 gets a SIGTERM in step 2; "bad picture"; "whole"."""
     spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -101,7 +111,6 @@ def script_main(arguments: list[str], *, kind: str) -> int:
 
     script.Trainer = {
         "signalled": Signalled,
-        "full disk": FullDisk,
         "bad picture": BadPicture,
         "whole": Trainer,
     }[kind]
@@ -113,7 +122,17 @@ def signalled(arguments: list[str]) -> int:
 
 
 def full_disk(arguments: list[str]) -> int:
-    return script_main(arguments, kind="full disk")
+    """Process 0 has no room for a checkpoint that all have given their share of, and has to say so in one line."""
+    if os.environ["RANK"] != "0":
+        return script_main(arguments, kind="whole")
+
+    checkpoint.save_file = lambda tensors, path: refuse()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = script_main(arguments, kind="whole")
+    (told,) = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+    assert "step-000002 could not be written ([Errno 28] No space left on device)" in told
+    assert "Traceback" not in said.getvalue()
+    return code
 
 
 def bad_picture(arguments: list[str], log: Path) -> int:
@@ -124,3 +143,20 @@ def bad_picture(arguments: list[str], log: Path) -> int:
 
 def whole(arguments: list[str]) -> int:
     return script_main(arguments, kind="whole")
+
+
+def train_in_a_group(arguments: list[str]) -> None:
+    """scripts/train.py in a process group of its own, with pictures that its loader processes read from the disk."""
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # as the script has it, which no server has forked
+    data.MEMORY_LIMIT = 0
+    raise SystemExit(whole(arguments))
+
+
+def hold_a_block() -> int:
+    """256 MiB; peak_memory has to see them."""
+    before = peak_memory(torch.device("cpu"))
+    block = torch.ones(2**28, dtype=torch.uint8)
+    assert 0.24 < peak_memory(torch.device("cpu")) - before < 0.3
+    del block
+    return 0

@@ -22,6 +22,7 @@ FORMAT_VERSION = 1
 STATE = "state.json"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
+_REMAINS = (".step-*.partial", ".step-*.old")  # of a crash; its step may never be saved again
 
 
 class CheckpointError(ValueError):
@@ -57,7 +58,9 @@ def save_checkpoint(
     final = directory / f"step-{step:06d}"
     partial = directory / f".{final.name}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        for pattern in _REMAINS:
+            for left in directory.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, group in tensors.items():
             plain = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
@@ -78,11 +81,13 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint folder after checking it against its manifest. Raises CheckpointError saying what is wrong."""
-    reason = fault(path)
-    if reason is not None:
-        raise CheckpointError(f"checkpoint {path} cannot be used: {reason}")
+def load_checkpoint(path: Path, *, checked: bool = False) -> Checkpoint:
+    """Read a checkpoint folder after checking it against its manifest. Raises CheckpointError saying what is wrong.
+
+    checked: this process has just had it from `find_checkpoint`, so that gigabytes need not be hashed once more.
+    """
+    if not checked:
+        _check(path)
     # those of the manifest: another file that lies there was not checked
     names = [name for name in _listed(path) if "/" not in name and name.endswith(".safetensors")]
     tensors = {Path(name).stem: load_file(path / name) for name in names}
@@ -104,9 +109,10 @@ def find_checkpoint(directory: Path, resume: str) -> Path:
     """The checkpoint that `resume` means: `latest` in `directory`, or the path of one.
 
     `latest` is the highest step that is complete; incomplete ones are passed over with a warning that names them.
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if there is none, or if that of the path is not complete.
     """
     if resume != "latest":
+        _check(Path(resume))
         return Path(resume)
     for path in reversed(numbered(directory)):
         reason = fault(path)
@@ -143,6 +149,11 @@ def fault(path: Path) -> str | None:
         if _hash(path / name) != entry["sha256"]:
             return f"the contents of {name} are not what was written"
     return None
+
+
+def _check(path: Path) -> None:
+    if (reason := fault(path)) is not None:
+        raise CheckpointError(f"checkpoint {path} cannot be used: {reason}")
 
 
 def _fault_of_sizes(path: Path) -> str | None:

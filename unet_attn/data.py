@@ -160,6 +160,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             num_workers=0 if self.in_memory else self.options.num_workers,
             pin_memory=pin_memory,
             generator=Generator(),  # else it would draw from the ambient one
+            worker_init_fn=_leave_group,
         )
         return _in_plain_words(iter(loader))
 
@@ -340,6 +341,11 @@ class CaptionedImages(Dataset[dict[str, Any]]):
     def bucket_counts(self) -> list[tuple[int, int]]:
         """The buckets that hold pictures, as (number in `sizes`, pictures)."""
         return sorted(Counter(self.buckets).items())
+
+
+def _leave_group(worker: int) -> None:
+    """A signal to the process group is the trainer's, who ends its loader processes once it has saved."""
+    os.setpgid(0, 0)
 
 
 def _in_plain_words(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from diffusers import ConfigMixin
@@ -16,6 +16,8 @@ from unet_attn.optim import Schedule
 from unet_attn.sampler import micro_batch_size
 
 OBJECTIVE_KEYS = ("prediction_type", "x_prediction", "time_sampling", "logit_mean", "logit_std", "loss_weighting")
+# what each release of transformers writes anew of the same text model, which its path names
+PER_RELEASE = {"text_encoder.model_config"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ class TrainOptions:
 
 def check_unchanged(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first setting that is not what the checkpoint at `path` was saved with."""
-    for key in sorted({*now, *saved}):
+    for key in sorted({*now, *saved} - PER_RELEASE):
         was, is_now = saved.get(key), now.get(key)
         if was != is_now:
             raise ValueError(f"checkpoint {path} was trained with {key} {was}, but it is {is_now} now")
@@ -172,7 +174,8 @@ def _check_writable(folder: Path) -> None:
     """Raise ValueError if the folder cannot be made or written, without leaving anything behind."""
     above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
-        with TemporaryDirectory(dir=above):
+        # it has no name on Linux: another process that sees one would take the folder for one that holds a run
+        with TemporaryFile(dir=above):
             pass
     except OSError as error:
         raise ValueError(f"train.output_dir {folder} cannot be written: {error.strerror}") from None
@@ -183,8 +186,6 @@ def _checkpoint_to_resume(folder: Path, resume: str, *, used: bool) -> Path:
         raise ValueError(f"there is no run to resume in {folder}: start it without --train.resume")
     checkpoints = folder / "checkpoints"
     chosen = find_checkpoint(checkpoints, resume)
-    if (reason := fault(chosen)) is not None:
-        raise ValueError(f"checkpoint {chosen} cannot be used: {reason}")
     if chosen.resolve().parent != checkpoints.resolve():
         if used:
             raise ValueError(f"{folder} holds another run than {chosen}: choose another --train.output_dir")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import resource
 import signal
 import sys
@@ -20,10 +21,12 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm import tqdm
 
 from unet_attn.checkpoint import write_whole
-from unet_attn.run_record import CONFIG, METRICS
+from unet_attn.data import CaptionedImages, StreamedImages
+from unet_attn.run_record import CONFIG, DATA_SUMMARY, METRICS, SKIPPED
 
 # the first steps are slow (caches, thread pools), so the estimate looks at those from FIRST_TIMED to ESTIMATE_AFTER
 FIRST_TIMED, ESTIMATE_AFTER = 3, 20
+_UNTIL = re.compile(r"config-until-step-(\d+)\.yaml")
 
 
 class RunLog:
@@ -97,10 +100,6 @@ class RunLog:
         if self.active:
             self.bar.write(text)
 
-    def warn(self, text: str) -> None:
-        """Print a warning, from whichever process has one."""
-        tqdm.write(f"warning: {text}", file=sys.stderr)
-
     def close(self) -> None:
         """Flush and close files and trackers."""
         if self.active:
@@ -128,6 +127,11 @@ class RunLog:
         )
 
 
+def warn(text: str) -> None:
+    """Print a warning without breaking the progress bar, from whichever process has one."""
+    tqdm.write(f"warning: {text}", file=sys.stderr)
+
+
 def drop_later_lines(path: Path, *, last_step: int) -> None:
     """Take from a file of JSON lines those beyond `last_step` and one that was left unfinished, if there are any."""
     if not path.exists():
@@ -138,16 +142,36 @@ def drop_later_lines(path: Path, *, last_step: int) -> None:
         write_whole(path, "".join(kept))
 
 
+def open_folder(folder: Path, config: str, data: CaptionedImages | StreamedImages, *, step: int) -> list[str]:
+    """Make the run's folder, or take that of a run which goes on after `step`, and write what the session begins with.
+
+    Returns what its earlier config.yaml said otherwise, as `keep_config` does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DATA_SUMMARY).write_text(data.summary() + "\n", encoding="utf-8")
+    (folder / SKIPPED).unlink(missing_ok=True)  # an earlier session may have read other pictures
+    if data.faults:
+        data.write_faults(folder / SKIPPED)
+    return keep_config(folder, config, step=step)
+
+
 def keep_config(folder: Path, text: str, *, step: int) -> list[str]:
-    """Write config.yaml; one of an earlier session, up to `step`, that said something else stays beside it.
+    """Write config.yaml; that of the steps up to `step`, if it said something else, stays beside it.
 
     Returns what it said otherwise, as lines of key, old and new value.
     """
     path = folder / CONFIG
-    before, now = (_flat(yaml.safe_load(each)) for each in (path.read_text("utf-8") if path.exists() else text, text))
+    # Sessions that went on from here or from later trained nothing that is left. What the steps up to here had is what
+    # the first of those put aside.
+    numbers = {each: int(found[1]) for each in folder.iterdir() if (found := _UNTIL.fullmatch(each.name))}
+    aside = sorted((each for each, number in numbers.items() if number >= step), key=numbers.get)
+    earlier = next((each for each in (*aside, path) if each.exists()), None)
+    before, now = (_flat(yaml.safe_load(each)) for each in (earlier.read_text("utf-8") if earlier else text, text))
     keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and key != "train.resume"]
-    if keys:
-        path.replace(folder / f"config-until-step-{step:06d}.yaml")
+    kept = earlier.replace(folder / f"config-until-step-{step:06d}.yaml") if keys else None
+    for each in aside:
+        if each != kept:
+            each.unlink(missing_ok=True)
     write_whole(path, text)
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
 

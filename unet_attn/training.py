@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from unet_attn.checkpoint import load_checkpoint, save_checkpoint
 from unet_attn.clock import RunClock
@@ -20,6 +20,7 @@ from unet_attn.consistency import ConsistencyTuning
 from unet_attn.data import CaptionedImages, ReplacedPictures, StreamedImages
 from unet_attn.divergence import SkippedSteps, check_finite
 from unet_attn.ema import ExponentialMovingAverage, trainable
+from unet_attn.faults import one_line
 from unet_attn.loss_weights import uncertain_loss
 from unet_attn.model import TextConditionalUNet
 from unet_attn.objective import Objective
@@ -33,15 +34,14 @@ from unet_attn.optim import (
 )
 from unet_attn.options import TrainOptions, check_unchanged, fixed_settings
 from unet_attn.posthoc import TRACKED, PowerFunctionEMA, drop_snapshots, write_snapshot
-from unet_attn.run_record import LOGS
+from unet_attn.run_record import LOGS, NOISE_BINS
 from unet_attn.sampler import MODULE_DROPOUT, batch_noise, derived_seed, stratified_uniform
 from unet_attn.sharding import OnePiece, copy_whole, gathered, whole
-from unet_attn.tracking import RunLog, StopRequest, keep_config, peak_memory
-from unet_attn.watching import Watcher
+from unet_attn.tracking import RunLog, StopRequest, open_folder, peak_memory, warn
+from unet_attn.watching import LOOKS, Watcher
 
 # Convolutions are faster so on CPUs and GPUs alike; one place, for measuring the other.
 MEMORY_FORMAT = torch.channels_last
-NOISE_LEVELS = 8  # equal parts of the times from clean to noise, by which the loss is told
 
 
 class Trainer:
@@ -97,6 +97,8 @@ class Trainer:
         self.agreed_to_stop = False
         self.replaced_pictures, self.replaced_in_step = ReplacedPictures(), 0
         self.saved_step: int | None = None
+        self.published_step: int | None = None
+        self.data_now = data.fingerprint()  # once: it is of all names and captions
         self.data_then: str | None = None  # the data set of the checkpoint
         share, tuned = data.options.validation_share, {} if tuning is None else tuning.settings
         networks = (model.unet, model.text_encoder)
@@ -109,15 +111,15 @@ class Trainer:
         """Train to the end. Returns False if a signal ended the run early; its checkpoint is then saved."""
         self.clock.start()
         self._open_folder()
-        if self.data_then not in (None, self.data.fingerprint()):
-            self.log.warn("the data set is not what it was when the run was left: it goes on with what is there now")
+        if self.data_then not in (None, self.data_now):
+            warn("the data set is not what it was when the run was left: it goes on with what is there now")
         self.batches = self._batches()
         with self.stop_request:
             try:
                 if self.progress >= 1:
                     self.log.say(f"already at {self.step} steps: nothing is left to train")
                 elif self.step:
-                    self._look(self.step)  # a kill may have come between the checkpoint and this
+                    self._look()  # a kill may have come between the checkpoint and this
                 while self.progress < 1 and not self.agreed_to_stop:
                     self._train_step()
                     self._save_and_look()
@@ -144,7 +146,10 @@ class Trainer:
 
         with self.clock.timed("step"):
             losses, levels, indices = self._accumulate_gradients()
-            norm = float(whole(self.accelerator.clip_grad_norm_(self.parameters.values(), options.max_grad_norm)))
+            # not Accelerate's clip_grad_norm_, which under FSDP2 unscales twice where the model has frozen parameters;
+            # what else it knows are the other FSDP and DeepSpeed, which train.py refuses, and XLA
+            self.accelerator.unscale_gradients()
+            norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), options.max_grad_norm)))
             loss, loss_by_noise = self._agree(losses, levels)
 
             finite = torch.isfinite(torch.tensor([loss, norm])).all().item()
@@ -190,7 +195,7 @@ class Trainer:
                 minimized = loss if log_variance is None else uncertain_loss(loss, log_variance)
                 self.accelerator.backward(minimized.mean() / count)
             for message in batch["replaced"]:
-                self.log.warn(f"step {self.step}: a picture that cannot be read any more is replaced: {message}")
+                warn(f"step {self.step}: a picture that cannot be read any more is replaced: {message}")
             self.replaced_in_step += len(batch["replaced"])
             losses.append(loss.detach())
             levels.append(level)
@@ -217,13 +222,13 @@ class Trainer:
     def _agree(self, losses: Tensor, levels: Tensor) -> tuple[float, list[float]]:
         """Share the losses, the main process' progress and any signal between the processes.
 
-        Returns the mean loss, and that of each of NOISE_LEVELS parts of the times (not a number where no sample fell).
+        Returns the mean loss, and that of each of NOISE_BINS parts of the times (not a number where no sample fell).
         """
         accelerator = self.accelerator
         progress = self._progress() if accelerator.is_main_process else 0.0
-        losses, part = losses.double().cpu(), (levels * NOISE_LEVELS).long().clamp(max=NOISE_LEVELS - 1).cpu()
-        sums = torch.zeros(NOISE_LEVELS, dtype=torch.float64).index_add_(0, part, losses)
-        counts = torch.bincount(part, minlength=NOISE_LEVELS)
+        losses, part = losses.double().cpu(), (levels * NOISE_BINS).long().clamp(max=NOISE_BINS - 1).cpu()
+        sums = torch.zeros(NOISE_BINS, dtype=torch.float64).index_add_(0, part, losses)
+        counts = torch.bincount(part, minlength=NOISE_BINS)
         told = [float(losses.mean()) / accelerator.num_processes, progress]
         told += [float(self.stop_request.made), self.replaced_in_step, *sums.tolist(), *counts.tolist()]
 
@@ -233,45 +238,38 @@ class Trainer:
         self.replaced_pictures.add(round(replaced), self.options.batch_size)  # all processes stop at the same step
         self.replaced_in_step = 0
         self.agreed_to_stop = stop > 0
-        return loss, (shared[4 : 4 + NOISE_LEVELS] / shared[4 + NOISE_LEVELS :]).tolist()
+        return loss, (shared[4 : 4 + NOISE_BINS] / shared[4 + NOISE_BINS :]).tolist()
 
     def _progress(self) -> float:
-        """The part of the run that is done, in [0, 1]; a run by the clock leaves time for its last save and looks."""
-        at_end = self.clock.durations.get("save", 1.0) + sum(map(self._look_seconds, self._looks()))
+        """The part of the run that is done, in [0, 1]; a run by the clock leaves time for what `_finish` does."""
+        kept = ["save", "snapshot"] if self.options.ema_snapshot_every else ["save"]
+        durations = self.clock.durations
+        at_end = sum(durations.get(kind, 1.0) for kind in kept) + self.watcher.seconds(durations)
         return self.clock.progress(self.step, seconds_at_end=at_end)
-
-    def _looks(self) -> dict[str, int]:
-        """The kinds of look that this run takes, grids, validation, or both, and every how many steps."""
-        every = {"sample": self.options.sample_every, "validate": self.options.validate_every}
-        return {look: steps for look, steps in every.items() if steps and self.watcher.passes(look)}
-
-    def _look_seconds(self, look: str) -> float:
-        """How long a look takes: as the last one did, or by the cost of a training step before."""
-        if look in self.clock.durations:
-            return self.clock.durations[look]
-        # a training step costs three passes per picture; looks are the main process' alone
-        pictures = 3 * self.options.batch_size / self.accelerator.num_processes
-        return self.watcher.passes(look) * self.clock.durations.get("step", 0.0) / pictures
 
     def _report_skip(self, losses: Tensor, indices: Tensor) -> None:
         self.skips.in_row += 1
         # an overflow of half precision is the scaler's business, and one process is enough to tell
         if losses.isfinite().all() and (self.accelerator.scaler is not None or not self.accelerator.is_main_process):
             return
-        self.log.warn(self.skips.describe(self.step, losses, indices, self.data.name))
+        warn(self.skips.describe(self.step, losses, indices, self.data.name))
 
     # what is kept and looked at
 
     def _save_and_look(self) -> None:
-        if self.skips.in_row:
-            return  # what is kept and shown are weights that still work; if they do not, the last good ones stay
+        skipped = self.skips.in_row > 0
+        # What is kept and shown are weights that still work; if they do not, the last good ones stay. A run that stops
+        # has to save what it is at, which a skipped step left as it was.
+        if skipped and not self.agreed_to_stop:
+            return
         # before the checkpoint: a kill between the two leaves a snapshot too many, which resuming makes again
-        if self.options.ema_snapshot_every and self.step % self.options.ema_snapshot_every == 0:
+        every = self.options.ema_snapshot_every
+        if every and self.step % every == 0 and not skipped:
             self._snapshot()
         if self.step % self.options.checkpoint_every == 0 or self.agreed_to_stop:
             self._save()
         if self.progress < 1 and not self.agreed_to_stop:  # a look that is left out here is taken when the run goes on
-            self._look(self.step)
+            self._look()
 
     def _finish(self) -> None:
         self.skips.check(self.step, at_end=True)
@@ -279,13 +277,13 @@ class Trainer:
             self._snapshot()
         if self.saved_step != self.step:
             self._save()
-        else:
+        elif self.published_step != self.step:  # a finished run that is resumed
             self._publish()
-        self._look(0)
+        self._look(at_end=True)
 
     def _snapshot(self) -> None:
         """Keep the averages from which scripts/ema.py makes one of another length."""
-        with self.clock.timed("save"):
+        with self.clock.timed("snapshot"):
             write_snapshot(self.folder, self.step, self.tracks, is_main=self.accelerator.is_main_process)
 
     def _publish(self) -> None:
@@ -294,20 +292,25 @@ class Trainer:
             self.one_piece.take(self.ema.averages)
         if self.accelerator.is_main_process:
             self.watcher.publish()
+        self.published_step = self.step
 
-    def _look(self, step: int) -> None:
-        """Take the looks that are due at `step`; at 0 all are. The main process' work."""
-        due = [look for look, steps in self._looks().items() if step % steps == 0]
+    def _look(self, *, at_end: bool = False) -> None:
+        """Take the looks that are due at this step, at the end all. The main process' work, which may fail.
+
+        A picture that cannot be read or numbers too large for half precision are told of, and the training goes on.
+        """
+        due = [look for look, steps in self.watcher.looks().items() if at_end or self.step % steps == 0]
         if due and self.one_piece is not None:
             self.one_piece.take(self.ema.averages)
         if not self.accelerator.is_main_process:
             return
-        if "sample" in due:
-            with self.clock.timed("sample"):
-                self.watcher.sample(self.step)
-        if "validate" in due:
-            with self.clock.timed("validate"):
-                self.log.track(self.watcher.validate(self.step), step=self.step)
+        for look in due:
+            try:
+                with self.clock.timed(look):
+                    if figures := self.watcher.look(look, self.step):
+                        self.log.track(figures, step=self.step)
+            except (ValueError, OSError) as error:
+                warn(f"step {self.step}: no {LOOKS[look]}: {one_line(str(error))}")
 
     def _save(self) -> None:
         """Write a checkpoint and publish the pipeline. All have to call it; the main process alone writes.
@@ -341,7 +344,7 @@ class Trainer:
                 "ema_updates": self.ema.updates,
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "fixed": self.fixed,
-                "data": self.data.fingerprint(),
+                "data": self.data_now,
             },
             keep=self.options.keep_checkpoints,
             write_more=None if tokenizer is None else lambda into: tokenizer.save_pretrained(into / "tokenizer"),
@@ -349,7 +352,7 @@ class Trainer:
 
     def _load(self, path: Path) -> None:
         """Go on from a checkpoint. Raises ValueError naming the first setting that is not what it was saved with."""
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(path, checked=True)
         state = checkpoint.state
         check_unchanged(path, state["fixed"], self.fixed)
         for name in self.parameters:
@@ -370,13 +373,8 @@ class Trainer:
     def _open_folder(self) -> None:
         changed = []
         if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
             drop_snapshots(self.folder, after=self.step)
-            changed = keep_config(self.folder, self.config, step=self.step)
-            (self.folder / "data.txt").write_text(self.data.summary() + "\n", encoding="utf-8")
-            (self.folder / "skipped.tsv").unlink(missing_ok=True)  # an earlier session may have read other pictures
-            if self.data.faults:
-                self.data.write_faults(self.folder / "skipped.tsv")
+            changed = open_folder(self.folder, self.config, self.data, step=self.step)
         self.log = RunLog(
             self.folder / LOGS,
             self.accelerator,

@@ -6,19 +6,20 @@ next step.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from unet_attn.checkpoint import replace_files
 from unet_attn.conditioning import TIMES, conditioning_gap
 from unet_attn.consistency import ConsistencyTuning
-from unet_attn.data import CaptionedImages, StreamedImages
-from unet_attn.ema import ExponentialMovingAverage
+from unet_attn.data import CaptionedImages, DataError, ImageError, StreamedImages
+from unet_attn.faults import one_line
 from unet_attn.model import TextConditionalUNet
 from unet_attn.objective import Objective
 from unet_attn.options import TrainOptions
@@ -26,11 +27,20 @@ from unet_attn.pipelines.grid import picture_grid
 from unet_attn.pipelines.parts import DEFAULT_GUIDANCE_SCALE, DEFAULT_STEPS
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.run_record import LOGS, VALIDATION
-from unet_attn.schedulers import set_timesteps
-from unet_attn.tracking import drop_later_lines
+from unet_attn.schedulers import most_steps, set_timesteps
+from unet_attn.tracking import drop_later_lines, warn
 
 GRID_COLUMNS = 4
 MOST_VALIDATED = 128  # pictures: each takes fifteen passes through the network
+
+Look = Literal["sample", "validate"]
+LOOKS: dict[Look, str] = {"sample": "samples", "validate": "validation"}  # and what each gives
+
+
+class Averages(Protocol):
+    """Averaged weights, which a model holds within a context: ExponentialMovingAverage, or OnePiece of sharded ones."""
+
+    def swapped(self, model: nn.Module) -> AbstractContextManager[None]: ...
 
 
 class Watcher:
@@ -42,7 +52,7 @@ class Watcher:
     def __init__(
         self,
         model: TextConditionalUNet,
-        ema: ExponentialMovingAverage,
+        ema: Averages,
         objective: Objective,
         data: CaptionedImages | StreamedImages,
         options: TrainOptions,
@@ -59,18 +69,38 @@ class Watcher:
         steps, self.guidance = DEFAULT_STEPS, DEFAULT_GUIDANCE_SCALE
         if tuning is not None:
             steps, self.guidance = tuning.options.steps, 1.0
-        self.steps = min(steps, objective.num_train_timesteps)
-        set_timesteps(objective.sampling_scheduler(), self.steps)  # one that has no such schedule is told of now
+        # of fewer noise steps than that, or of a spacing that has no such schedule, as many as there are
+        scheduler, at_most = objective.sampling_scheduler(), min(steps, objective.num_train_timesteps)
+        self.steps = most_steps(scheduler, at_most) or at_most
+        set_timesteps(scheduler, self.steps)  # one that has none at all is told of now
         # a model without text shows what it has to show
         self.pictures_in_grid = len(options.sample_prompts) if has_text else 2 * GRID_COLUMNS
         self.validated = data.validation_indices(MOST_VALIDATED) if options.validate_every else []
 
-    def passes(self, look: str) -> int:
-        """How many pictures go forward through the network in a look, "sample" or "validate"."""
+    def looks(self) -> dict[Look, int]:
+        """The kinds of look that this run takes, and every how many steps; at its end it takes all of them."""
+        every = {"sample": self.options.sample_every, "validate": self.options.validate_every}
+        return {look: steps for look, steps in every.items() if steps and self.passes(look)}
+
+    def seconds(self, durations: Mapping[str, float]) -> float:
+        """How long the looks at the end take: as the last ones did, or by the cost of a training step before."""
+        # a training step costs three passes per picture; looks are the main process' alone
+        per_pass = durations.get("step", 0.0) * self.accelerator.num_processes / (3 * self.options.batch_size)
+        return sum(durations.get(look, self.passes(look) * per_pass) for look in self.looks())
+
+    def passes(self, look: Look) -> int:
+        """How many pictures go forward through the network in a look."""
         if look == "sample":
             return (1 if self.guidance == 1 else 2) * self.steps * self.pictures_in_grid
         kinds = 1 if self.model.text_encoder is None else 3
         return kinds * len(TIMES) * len(self.validated)
+
+    def look(self, look: Look, step: int) -> dict[str, float]:
+        """Take one. Returns the figures for the trackers, by name, of which a grid has none."""
+        if look == "validate":
+            return self.validate(step)
+        self.sample(step)
+        return {}
 
     def publish(self) -> None:
         """Write the pipeline: the run folder is what `from_pretrained` takes."""
@@ -98,7 +128,7 @@ class Watcher:
 
         Returns the figures for the trackers, by name.
         """
-        items = [self.data[index] for index in self.validated]
+        items = self._validated_items(step)
         pictures, captions = [item["image"] for item in items], [item["caption"] for item in items]
         with self._pipeline() as pipeline, self.accelerator.autocast():
             gap = conditioning_gap(pipeline, torch.stack(pictures), captions, seed=self.options.seed)
@@ -113,6 +143,19 @@ class Watcher:
             for name, value in line.items()
             if isinstance(value, dict) and "value" in value
         }
+
+    def _validated_items(self, step: int) -> list[dict[str, Any]]:
+        """The pictures to validate on, less those that have broken since they were checked."""
+        items = []
+        for index in self.validated:
+            try:
+                items.append(self.data[index])
+            except ImageError as error:
+                reason = one_line(str(error))
+                warn(f"step {step}: a picture that cannot be read any more is left out of the validation: {reason}")
+        if not items:
+            raise DataError("none of its pictures can be read any more")
+        return items
 
     @contextmanager
     def _pipeline(self) -> Iterator[TextToImagePipeline]:

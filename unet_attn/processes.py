@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-LONGEST_WAIT = timedelta(days=1)  # shares are never equally fast, and the group's own limit is ten minutes
+# Shares are never equally fast, and one process reads a large data set before the others; the group's own limit is ten
+# minutes.
+LONGEST_WAIT = timedelta(days=1)
 
 
 class OtherProcessError(ValueError):
@@ -32,13 +34,15 @@ class Processes:
         use = f"use accelerate launch --multi_gpu --num_processes 2 scripts/{script} ..., without --cpu"
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         # the launcher leaves the address of a rendezvous, yet starts one process, which then is alone
-        if launched == 1 and "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
+        alone = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+        if alone and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
             raise ValueError(f"accelerate launch --cpu starts one process whatever was asked for: {use}")
         if launched == 1:
             return
         from accelerate import PartialState
         from torch import accelerator
 
+        # that of an Accelerator, where one was made before
         state = PartialState(cpu=not accelerator.is_available(), timeout=LONGEST_WAIT)
         if state.num_processes != launched:
             raise ValueError(
