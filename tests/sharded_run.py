@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
 from sharded_model import tiny_model
@@ -22,6 +22,7 @@ def accelerator_for(sharded: bool) -> Accelerator:
     if sharded:
         # what it sets up where there are GPUs; on a CPU it would fall back to DDP, which is why train.py refuses that
         accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # or `prepare` would take it back
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
