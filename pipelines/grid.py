@@ -63,6 +63,8 @@ def _lines(caption: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
             lines[-1] = f"{lines[-1]} {word}"
         else:
             lines.append(word)
+        if len(lines) > CAPTION_LINES:  # what follows is cut off, however long it is
+            break
     if len(lines) > CAPTION_LINES:
         lines = [*lines[: CAPTION_LINES - 1], " ".join(lines[CAPTION_LINES - 1 :])]
     return [_shortened(line, font, width) for line in lines]
@@ -71,6 +73,7 @@ def _lines(caption: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
 def _shortened(line: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     if font.getlength(line) <= width:
         return line
+    line = line[: 4 * width]  # no letter of a thousand pages is worth measuring
     while line and font.getlength(f"{line}…") > width:
         line = line[:-1]
     return f"{line}…"

@@ -118,6 +118,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if "memory" not in str(error) and "allocate" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        print(f"error: not enough memory: lower --height and --width or --batch_size ({reason})", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -311,7 +317,7 @@ def write_picture(image: "Image.Image", path: Path, about: dict[str, str]) -> Pa
         free = path if number == 1 else path.with_name(f"{path.stem}-{number}.png")
         if not os.path.lexists(free) or is_same(free, image, about):
             break
-    image.save(free, pnginfo=png_info(about))
+    save_whole(image, free, about)
     return free
 
 
@@ -343,8 +349,19 @@ def write_grid(grid: "Image.Image", path: Path, pictures: list[Path]) -> Path:  
             break
         except (OSError, SyntaxError):
             continue
-    grid.save(free, pnginfo=png_info({GRID_KEY: "\n".join(picture.name for picture in pictures)}))
+    save_whole(grid, free, {GRID_KEY: "\n".join(picture.name for picture in pictures)})
     return free
+
+
+def save_whole(image: "Image.Image", path: Path, about: dict[str, str]) -> None:  # noqa: F821
+    """Write a PNG whole or not at all. Raises OSError, naming it, if the disk does not take it."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        image.save(partial, format="PNG", pnginfo=png_info(about))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written ({error.strerror}): make room, or give another --out") from error
 
 
 def png_info(about: dict[str, str]) -> "PngInfo":  # noqa: F821

@@ -12,6 +12,7 @@ after a checkpoint was saved, so that --train.resume latest goes on.
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -29,12 +30,12 @@ from unet_attn.checkpoint import load_state
 from unet_attn.consistency import ConsistencyOptions, ConsistencyTuning
 from unet_attn.data import CaptionedImages, DataError, DataOptions, StreamedImages, open_data
 from unet_attn.divergence import TrainingDiverged
-from unet_attn.inspection import describe_captions
+from unet_attn.inspection import describe_captions, some_captions
 from unet_attn.loss_weights import NoiseUncertainty
 from unet_attn.model import TextConditionalUNet
 from unet_attn.model_card import write_model_card
 from unet_attn.objective import Objective
-from unet_attn.options import TrainOptions, check_start, check_unchanged, fixed_settings
+from unet_attn.options import TrainOptions, check_config_files, check_start, check_unchanged, fixed_settings
 from unet_attn.pipelines.captions import caption_limit
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.processes import LONGEST_WAIT, Processes
@@ -310,6 +311,7 @@ def describe_run(folder: Path) -> None:
 
 def train(arguments: list[str] | None) -> int:
     """Parse, build, train. Returns the exit code."""
+    check_config_files(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
     config = parser.parse_args(arguments)
     options = TrainOptions(**config.train.as_dict())
@@ -329,6 +331,10 @@ def train(arguments: list[str] | None) -> int:
             why = "tokenizer.max_length" if limit == model.tokenizer.model_max_length else "what the text model holds"
             accelerator.print(f"{cut} captions are longer than {limit} tokens and lose their ends ({why})")
     accelerator.print(describe_model(model))
+    if options.sample_prompts is None:
+        prompts = () if model.tokenizer is None else some_captions(data.captions)
+        options = replace(options, sample_prompts=prompts)
+        config.train.sample_prompts = prompts
     text = parser.dump(config, skip_unset=False)
     trainer = Trainer(
         model, built.objective, data, options, accelerator, config=text, resume_from=resume_from, tuning=built.tuning

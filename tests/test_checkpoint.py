@@ -151,11 +151,17 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_alone(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, writer, full)
-    with pytest.raises(CheckpointError, match=r"step-000004 could not be written .*No space left.*make room"):
+    with pytest.raises(
+        CheckpointError, match=r"step-000004 could not be written .*No space left.*--train.resume latest"
+    ):
         save(tmp_path, 4, keep=1)
 
     assert names(tmp_path) == ["step-000002"]
     assert fault(tmp_path / "step-000002") is None
+
+    shutil.rmtree(tmp_path / "step-000002")
+    with pytest.raises(CheckpointError, match=r"No space left.* nothing was complete before: .* and start again"):
+        save(tmp_path, 4, keep=1)
 
 
 def test_another_format_is_refused_with_both_versions(tmp_path: Path, monkeypatch) -> None:

@@ -49,3 +49,11 @@ def test_a_sheet_shows_the_picture_and_each_word_in_red_where_it_was_attended_to
     # half as strong as the strongest
     assert sheet[bottom, places[2]].tolist() == [round((200 + part) / 2) for part in HEAT]
     assert attention_sheet(image, (), torch.zeros(0, 100, 100), "", 3).size[0] == 100 + 2 * GAP
+
+
+def test_a_caption_of_any_length_is_cut_where_a_short_one_is() -> None:
+    picture = Image.new("L", (96, 96))
+    words = "word " * 30
+    expected = np.asarray(picture_grid([picture], [words], 1))
+    assert np.array_equal(np.asarray(picture_grid([picture], [words * 10_000], 1)), expected)  # hours, once
+    assert picture_grid([picture], ["w" * 10**6], 1).size == picture_grid([picture], ["w"], 1).size

@@ -8,7 +8,7 @@ import pytest
 
 from unet_attn import checkpoint
 from unet_attn.checkpoint import save_checkpoint
-from unet_attn.options import TrainOptions, check_start, check_unchanged
+from unet_attn.options import TrainOptions, check_config_files, check_start, check_unchanged
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,37 @@ def test_a_text_models_settings_may_be_written_otherwise_by_another_release_of_i
     check_unchanged(tmp_path, then, now)
     with pytest.raises(ValueError, match=r"was trained with text_encoder.path models/e5, but it is models/e6 now"):
         check_unchanged(tmp_path, then, now | {"text_encoder.path": "models/e6"})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("train: 5", "train must be a section with keys of its own, got 5"),
+        ("unet: [8, 16]", r"unet must be a section with keys of its own, got \[8, 16\]"),
+        ("data: [unclosed", "is no YAML"),
+        ("", "is no configuration: it must have sections such as data, unet"),
+        ("- data", "is no configuration"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_by_its_name(tmp_path: Path, text: str, told: str) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("train: {max_steps: 1}\nscheduler: diffusers.DDIMScheduler\ntext_encoder: null\n")
+    bad.write_text(text)
+    check_config_files(["--config", str(good), "--train.max_steps", "5", "--config", str(tmp_path / "absent.yaml")])
+    for given in (["--config", str(good), "--config", str(bad)], [f"--config={bad}"]):
+        with pytest.raises(ValueError, match=rf"bad\.yaml.*{told}"):
+            check_config_files(given)
+
+
+def test_a_folder_without_a_checkpoint_is_not_said_to_be_one_to_go_on_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    with pytest.raises(ValueError, match="already holds files: no run there can be continued, so remove it"):
+        start(run)
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"already holds files: continue the run there with --train.resume latest"):
+        start(run)
+    with pytest.raises(
+        ValueError, match=r"run is a run and no checkpoint: give --train.output_dir \S+run --train.resume latest"
+    ):
+        start(run, resume=str(run))

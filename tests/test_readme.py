@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_training_command_leaves_a_pipeline(folder: Path) -> None:
     assert (folder / "runs/mine/model_index.json").is_file()
     assert len((folder / "runs/mine/logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    # none were given: they are of the pictures' own captions
+    prompts = yaml.safe_load((folder / "runs/mine/config.yaml").read_text(encoding="utf-8"))["train"]["sample_prompts"]
+    assert prompts == [f"a red cat number {number}" for number in range(4)]
 
 
 def test_the_tuning_command_leaves_a_pipeline_of_few_steps(folder: Path) -> None:

@@ -319,6 +319,26 @@ def test_a_grid_takes_the_place_of_the_last_grid_alone(run_folder, tmp_path, cap
     assert Image.open(tmp_path / "grid.png").size == (3, 5)
 
 
+def test_a_full_disk_and_too_large_a_picture_are_one_line_with_the_way_out(run_folder, tmp_path, capsys, monkeypatch):
+    assert call(run_folder, tmp_path, "--prompt", "a") == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(image, path, **options):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(Image.Image, "save", full)
+        assert call(run_folder, tmp_path, "--prompt", "b") == 2
+    message = "00000-b.png could not be written (No space left on device): make room, or give another --out"
+    assert capsys.readouterr().err.strip().endswith(message)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+    assert call(run_folder, tmp_path, "--prompt", "a", "--height", "12000000", "--width", "12000000") == 2
+    assert capsys.readouterr().err.startswith("error: not enough memory: lower --height and --width or --batch_size (")
+
+
 def test_pictures_that_are_not_finite_are_an_error_and_not_black(tmp_path, capsys):
     unet = tiny_unet(context_dim=None)
     with torch.no_grad():

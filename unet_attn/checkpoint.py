@@ -72,10 +72,10 @@ def save_checkpoint(
         _replace(partial, final)
     except Exception as error:  # safetensors reports a full disk with an exception of its own
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"{final} could not be written ({error}); what was complete before is intact: "
-            "make room on the disk and continue with --train.resume latest"
-        ) from error
+        remedy = "what was complete before is intact: make room on the disk and continue with --train.resume latest"
+        if not any(fault(path) is None for path in numbered(directory)):
+            remedy = f"nothing was complete before: make room on the disk, remove {directory.parent} and start again"
+        raise CheckpointError(f"{final} could not be written ({error}); {remedy}") from error
     if keep is not None:
         _prune(final, keep)
     return final
@@ -152,6 +152,11 @@ def fault(path: Path) -> str | None:
 
 
 def _check(path: Path) -> None:
+    if (path / "checkpoints").is_dir():
+        raise CheckpointError(
+            f"{path} is a run and no checkpoint: give --train.output_dir {path} --train.resume latest, or a folder in "
+            f"{path / 'checkpoints'}"
+        )
     if (reason := fault(path)) is not None:
         raise CheckpointError(f"checkpoint {path} cannot be used: {reason}")
 

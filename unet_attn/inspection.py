@@ -6,7 +6,7 @@ Everything comes from the code that training uses: the same check, the same item
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -115,6 +115,12 @@ def inspect(
     found.near = near_duplicates(images, found.exact)
     found.sheet = list(islice(contact_sheet(images, tokenizer, batch_size), sheet_size))
     return found
+
+
+def some_captions(captions: Sequence[Sequence[str]], most: int = 4) -> tuple[str, ...]:
+    """Prompts for sample grids: the first caption of `most` pictures from all over the data, each once."""
+    known = list(dict.fromkeys(variants[0] for variants in captions if variants))
+    return tuple(known[:: max(1, len(known) // most)][:most])
 
 
 def describe_captions(captions: list[list[str]], tokenizer: PreTrainedTokenizerBase, *, limit: int) -> Captions:

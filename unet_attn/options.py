@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
+import yaml
 from diffusers import ConfigMixin
 
 from unet_attn.checkpoint import fault, find_checkpoint, numbered, step_of
@@ -15,6 +17,7 @@ from unet_attn.objective import Objective
 from unet_attn.optim import Schedule
 from unet_attn.sampler import micro_batch_size
 
+SECTIONS = ("data", "unet", "objective", "train", "tokenizer")  # of a configuration; others may be null or a class
 OBJECTIVE_KEYS = ("prediction_type", "x_prediction", "time_sampling", "logit_mean", "logit_std", "loss_weighting")
 # what each release of transformers writes anew of the same text model, which its path names
 PER_RELEASE = {"text_encoder.model_config"}
@@ -44,7 +47,7 @@ class TrainOptions:
         keep_checkpoints: how many are kept; null = all.
         resume: latest, the path of a checkpoint, or null for a fresh run.
         sample_every: steps from one sample grid to the next, and one at the end; null = none.
-        sample_prompts: what the grids show.
+        sample_prompts: what the grids show; null = some of the data's own captions.
         validate_every: steps from one validation to the next, and one at the end; null = none. It looks at the pictures
             that data.validation_share holds out, or at some of those that are trained on if none are.
         trackers: where metrics go besides logs/metrics.jsonl, any that Accelerate knows: tensorboard, wandb, ...
@@ -71,7 +74,7 @@ class TrainOptions:
     keep_checkpoints: int | None = 2
     resume: str | None = None
     sample_every: int | None = 500
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: tuple[str, ...] | None = ()
     validate_every: int | None = 500
     trackers: tuple[str, ...] = ("tensorboard",)
     compile: bool = False
@@ -111,6 +114,25 @@ class TrainOptions:
             raise ValueError("train.sample_prompts need a text_encoder, and this model has none: set them to []")
 
 
+def check_config_files(arguments: Sequence[str]) -> None:
+    """Refuse a --config of this command line that is no configuration, by its name.
+
+    Of a section that is a number, the command line's parser would keep the number, and lose what was there before.
+    """
+    given = [value for flag, value in pairwise(arguments) if flag == "--config"]
+    given += [part.removeprefix("--config=") for part in arguments if part.startswith("--config=")]
+    for path in filter(Path.is_file, map(Path, given)):
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no YAML: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} is no configuration: it must have sections such as {', '.join(SECTIONS)}")
+        for name in SECTIONS:
+            if not isinstance(found.get(name, {}), dict):
+                raise ValueError(f"{path}: {name} must be a section with keys of its own, got {found[name]!r}")
+
+
 def check_unchanged(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first setting that is not what the checkpoint at `path` was saved with."""
     for key in sorted({*now, *saved} - PER_RELEASE):
@@ -133,9 +155,11 @@ def check_start(options: TrainOptions, *, num_processes: int) -> Path | None:
     if options.resume is not None:
         return _checkpoint_to_resume(folder, options.resume, used=used)
     if used:
+        remedy = "continue the run there with --train.resume latest"
+        if not numbered(folder / "checkpoints"):
+            remedy = "no run there can be continued, so remove it if it is worth nothing"
         raise ValueError(
-            f"train.output_dir {folder} already holds files: continue the run there with --train.resume latest, "
-            "or choose another --train.output_dir"
+            f"train.output_dir {folder} already holds files: {remedy}, or choose another --train.output_dir"
         )
     return None
 

@@ -26,6 +26,7 @@ from unet_attn.run_record import CONFIG, DATA_SUMMARY, METRICS, SKIPPED
 
 # the first steps are slow (caches, thread pools), so the estimate looks at those from FIRST_TIMED to ESTIMATE_AFTER
 FIRST_TIMED, ESTIMATE_AFTER = 3, 20
+_YEARS = 100 * 366 * 24 * 3600.0  # seconds
 _UNTIL = re.compile(r"config-until-step-(\d+)\.yaml")
 
 
@@ -119,6 +120,9 @@ class RunLog:
         rate = (ESTIMATE_AFTER - FIRST_TIMED) / seconds
         left = seconds * (1 - progress) / (progress - self.timed_progress)
         steps = step + round(rate * left)
+        if left > _YEARS:  # no calendar has that day
+            self.say(f"after {since} steps: {rate:.2f} steps/s; {steps} steps take more than a lifetime: give fewer")
+            return
         end = datetime.now() + timedelta(seconds=left)
         self.say(
             f"after {since} steps: {rate:.2f} steps/s, {rate * self.batch_size:.0f} pictures/s; expected to end at "

@@ -74,7 +74,7 @@ class Watcher:
         self.steps = most_steps(scheduler, at_most) or at_most
         set_timesteps(scheduler, self.steps)  # one that has none at all is told of now
         # a model without text shows what it has to show
-        self.pictures_in_grid = len(options.sample_prompts) if has_text else 2 * GRID_COLUMNS
+        self.pictures_in_grid = len(options.sample_prompts or ()) if has_text else 2 * GRID_COLUMNS
         self.validated = data.validation_indices(MOST_VALIDATED) if options.validate_every else []
 
     def looks(self) -> dict[Look, int]:
