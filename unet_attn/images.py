@@ -233,7 +233,8 @@ _limit_lock = threading.Lock()
 @contextmanager
 def _pixel_limit(max_pixels: int | None) -> Iterator[float]:
     """The number of pixels to accept. Pillow's own guard stays on, raised for the moment if the user asks for more."""
-    standard = Image.MAX_IMAGE_PIXELS
+    with _limit_lock:  # another thread may have raised it for a moment
+        standard = Image.MAX_IMAGE_PIXELS
     if standard is None or max_pixels is None or max_pixels <= standard:
         yield min(limit for limit in (standard, max_pixels, float("inf")) if limit is not None)
         return
