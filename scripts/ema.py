@@ -59,8 +59,7 @@ def average(run: Path, lengths: list[float], *, step: int | None, out: Path) -> 
     if not run.is_dir():
         raise FileNotFoundError(f"{run} is no folder")
     lengths = list(dict.fromkeys(lengths))
-    suffix = "" if step is None else f"-step-{step}"
-    folders = [out / f"length-{length:g}{suffix}" for length in lengths]
+    folders = [out / f"length-{length:g}" for length in lengths]
     for folder in folders:
         refuse_filled(folder)
     from unet_attn.pipelines.text_to_image import TextToImagePipeline
