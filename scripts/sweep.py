@@ -86,7 +86,7 @@ def sweep(options: argparse.Namespace) -> None:
     """Run what has no row yet, and print the table. Raises ValueError for what could not be run."""
     experiment = read_experiment(options.experiment)
     if unknown := set(options.variants or ()) - set(experiment.variants):
-        known = "; ".join(experiment.variants)
+        known = ", ".join(experiment.variants)
         raise ValueError(f"{options.experiment} has no variant {min(unknown)!r}: it has {known}")
     out = options.out or ROOT / "runs" / "sweeps" / experiment.name
     check(options, experiment)
