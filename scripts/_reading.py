@@ -12,9 +12,12 @@ def section_of(config: Path, section: str) -> dict[str, Any]:
     import yaml
 
     try:
-        return yaml.safe_load(config.read_text(encoding="utf-8"))[section]
+        found = yaml.safe_load(config.read_text(encoding="utf-8"))[section]
     except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"{config} is no configuration of a training: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{config}: {section} must be a section with keys of its own, got {found!r}")
+    return found
 
 
 def reading_options(data: dict[str, Any]) -> dict[str, Any]:

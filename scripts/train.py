@@ -282,7 +282,12 @@ def make_tokenizer(
         return kind.from_pretrained(resume_from / "tokenizer")
     if pretrained:
         path = config.text_encoder.init_args.path
-        return AutoTokenizer.from_pretrained(path, model_max_length=config.tokenizer.max_length)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, model_max_length=config.tokenizer.max_length, truncation_side="right"
+        )
+        if tokenizer.pad_token is None:  # of GPT-2 and its like; whatever fills a batch up is masked
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
     captions = (caption for variants in data.captions for caption in variants)
     return train_tokenizer(captions, **config.tokenizer.as_dict())
 

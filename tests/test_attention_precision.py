@@ -151,6 +151,18 @@ def test_a_bias_that_is_far_below_for_every_key_of_a_query_changes_nothing(dtype
             assert_close(found, expected, **near)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_bias_that_is_far_below_for_every_key_that_a_mask_leaves_changes_nothing(dtype: torch.dtype) -> None:
+    query, key, value = (randn(1, 4, 8, seed=seed).to(dtype) for seed in range(3))
+    mask, bias = torch.tensor([[True, True, True, False]]), torch.full((4, 4), -1e9)
+    bias[:, 3] = 0.0  # the largest of its row, where nothing may look
+    for form in (
+        lambda **options: multi_head_attention(query, key, value, heads=1, mask=mask, **options),
+        lambda **options: attention(query, key, value, mask[:, None], **options)[0],
+    ):
+        assert_close(form(bias=bias), form(), rtol=0.0, atol=2e-3)
+
+
 def test_a_bias_of_minus_infinity_for_every_key_still_gives_nothing() -> None:
     query = randn(1, 3, 8, seed=0)
     bias = torch.zeros(3, 3)

@@ -12,8 +12,11 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 from tiny_config import write_config
-from transformers import ByT5Tokenizer, RobertaConfig, RobertaModel, T5Config, T5Model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5Model
 
 from unet_attn.tokenizer import train_tokenizer
 
@@ -385,3 +388,12 @@ def test_a_text_model_whose_tokenizer_has_no_vocabulary_file_is_resumed(
         capsys.readouterr().err
     )
     assert len(metrics(tmp_path / "run")) == 2
+
+
+def test_a_text_model_without_a_pad_token_fills_up_with_its_end(script: ModuleType) -> None:
+    spec = Namespace(init_args=Namespace(path="gpt"))
+    config = Namespace(text_encoder=spec, tokenizer=Namespace(max_length=7))
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"end": 0, "a": 1})), eos_token="end")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script.AutoTokenizer, "from_pretrained", lambda path, **options: words)
+        assert script.make_tokenizer(config, None, None, pretrained=True).pad_token == "end"

@@ -49,9 +49,8 @@ def attention(
         hidden = None if mask is None else ~mask
         if bias is not None:
             _check_broadcast("bias", bias, scores.shape)
-            scores = scores + _levelled(bias)
-            nothing = scores.isneginf().all(dim=-1, keepdim=True)  # a softmax over that is NaN
-            hidden = nothing if hidden is None else hidden | nothing
+            scores = scores + _levelled(bias, hidden)
+            hidden = scores.isneginf().all(dim=-1, keepdim=True)  # a softmax over that is NaN
         if hidden is not None:
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         weights = scores.softmax(dim=-1)
@@ -125,8 +124,7 @@ def _fused(
         _check_broadcast("bias", bias, _shape_of_scores(query, key))
         if is_causal:
             mask, is_causal = _lower_triangle(query, key), False
-        bias = _levelled(bias).to(query.dtype)
-        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        mask = _levelled(bias, None if mask is None else ~mask).to(query.dtype)
 
     # a head whose last axis is strided falls off the fast kernels without a word
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -136,11 +134,13 @@ def _fused(
     return output if spoilt is None else output.masked_fill(spoilt, float("nan"))
 
 
-def _levelled(bias: Tensor) -> Tensor:
-    """Less the largest of its row, which a softmax does not see: beside -1e9 for every key the scores would be lost."""
-    if not bias.shape[-1]:
-        return bias
-    return bias - bias.detach().amax(dim=-1, keepdim=True).nan_to_num(0.0, posinf=0.0, neginf=0.0)
+def _levelled(bias: Tensor, hidden: Tensor | None) -> Tensor:
+    """-inf where hidden, and less the largest of its row, which a softmax does not see: -1e9 would hide the scores."""
+    if hidden is not None:
+        bias = bias.masked_fill(hidden, float("-inf"))
+    if bias.shape[-1]:
+        bias = bias - bias.detach().amax(dim=-1, keepdim=True).nan_to_num(0.0, posinf=0.0, neginf=0.0)
+    return bias
 
 
 def _lower_triangle(query: Tensor, key: Tensor) -> Tensor:
