@@ -3,21 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+from unet_attn.config_files import read_config
+
 KEYS = ("caption_extension", "class_template", "text_column", "image_column", "split")
 KEYS += ("background", "on_error", "max_pixels")
 
 
 def section_of(config: Path, section: str) -> dict[str, Any]:
     """A section of a training's YAML file, as it stands there. Raises ValueError for what is no such file."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(config.read_text(encoding="utf-8"))[section]
-    except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config} is no configuration of a training: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{config}: {section} must be a section with keys of its own, got {found!r}")
-    return found
+    found = read_config(config)
+    if section not in found:
+        raise ValueError(f"{config} has no section {section}")
+    return found[section]
 
 
 def reading_options(data: dict[str, Any]) -> dict[str, Any]:

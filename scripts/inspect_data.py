@@ -16,12 +16,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import yaml
 from _folder import check_file
 from _inspection_report import as_html, as_json, as_text
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from transformers import AutoConfig, AutoTokenizer
 
+from unet_attn.config_files import read_config
 from unet_attn.data import DataOptions
 from unet_attn.faults import printable
 from unet_attn.inspection import MakeTokenizer, inspect
@@ -57,15 +57,10 @@ def take_config(parser: ArgumentParser, path: Path) -> dict[str, Any]:
 
     Raises ValueError if it is no such file or has a key that training would refuse.
     """
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no configuration")
+    config = read_config(path)
     known = vars(parser.get_defaults().as_flat())
     for section in ("data", "tokenizer", "train", "unet"):
-        for key, value in (config.get(section) or {}).items():
+        for key, value in config.get(section, {}).items():
             name = f"{section}.{key}"
             if name in known:
                 parser.set_defaults({name: value})

@@ -25,9 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
 from _children import last_words, run_alone
 from sample import Parser
+
+from unet_attn.config_files import read_yaml
 
 SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
@@ -123,11 +124,8 @@ def sweep(options: argparse.Namespace) -> None:
 
 def read_experiment(path: Path) -> Experiment:
     """Raises ValueError, naming what is wrong, if the file is no experiment."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
-    if not isinstance(found, dict) or set(found) != {"config", "variants"}:
+    found = read_yaml(path)
+    if set(found) != {"config", "variants"}:
         raise ValueError(f"{path} must have the keys config and variants, and no others")
     variants = found["variants"]
     if not isinstance(variants, dict) or not variants:
@@ -156,7 +154,7 @@ def settings_of(options: argparse.Namespace, experiment: Experiment) -> dict[str
 
     return {
         "machine": describe_machine(),
-        "config": yaml.safe_load(experiment.config.read_text(encoding="utf-8")),
+        "config": read_yaml(experiment.config),
         "minutes": None if options.steps is not None else options.minutes or 10.0,
         "steps": options.steps,
         "data": None if options.data_path is None else str(options.data_path),
@@ -258,7 +256,7 @@ def measured(
     metrics = (run / "logs" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in metrics]
 
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config = read_yaml(run / "config.yaml")
     command = [sys.executable, SCRIPTS / "evaluate.py", run, "--data.path", config["data"]["path"]]
     command += ["--num_pictures", str(options.num_pictures)]
     command += [] if options.judge is None or config["text_encoder"] is None else ["--judge", options.judge]

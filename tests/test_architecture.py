@@ -42,6 +42,7 @@ judge <- extractors <- feature_cache
 cache <- feature_cache
 ema, checkpoint <- posthoc <- training
 faults <- scores, report_page
+config_files <- run_record, options, scripts
 checkpoint <- run_record <- tracking, watching, training
 data <- tracking
 charts, run_record, scores, report_page <- report

@@ -251,7 +251,7 @@ def test_a_small_picture_stays_as_it_is_and_a_large_transparent_one_is_laid_on_w
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("config.yaml", "a: [", "config.yaml is not YAML"),
+        ("config.yaml", "a: [", "config.yaml is no YAML"),
         ("config.yaml", "data: {}", "has no section train"),
         ("evaluation.json", "{", "evaluation.json is not JSON"),
         ("evaluation.json", "[]", "holds no figures of evaluate.py"),

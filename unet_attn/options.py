@@ -9,15 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
-import yaml
 from diffusers import ConfigMixin
 
 from unet_attn.checkpoint import fault, find_checkpoint, numbered, step_of
+from unet_attn.config_files import read_config
 from unet_attn.objective import Objective
 from unet_attn.optim import Schedule
 from unet_attn.sampler import micro_batch_size
 
-SECTIONS = ("data", "unet", "objective", "train", "tokenizer")  # of a configuration; others may be null or a class
 OBJECTIVE_KEYS = ("prediction_type", "x_prediction", "time_sampling", "logit_mean", "logit_std", "loss_weighting")
 # what each release of transformers writes anew of the same text model, which its path names
 PER_RELEASE = {"text_encoder.model_config"}
@@ -122,15 +121,7 @@ def check_config_files(arguments: Sequence[str]) -> None:
     given = [value for flag, value in pairwise(arguments) if flag == "--config"]
     given += [part.removeprefix("--config=") for part in arguments if part.startswith("--config=")]
     for path in filter(Path.is_file, map(Path, given)):
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no YAML: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"{path} is no configuration: it must have sections such as {', '.join(SECTIONS)}")
-        for name in SECTIONS:
-            if not isinstance(found.get(name, {}), dict):
-                raise ValueError(f"{path}: {name} must be a section with keys of its own, got {found[name]!r}")
+        read_config(path)
 
 
 def check_unchanged(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

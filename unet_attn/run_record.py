@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from unet_attn.checkpoint import STATE, numbered
+from unet_attn.config_files import read_yaml
 
 CONFIG, LOGS, METRICS, VALIDATION = "config.yaml", "logs", "metrics.jsonl", "validation.jsonl"
 EVALUATION, NEAREST = "evaluation.json", "evaluation_nearest.png"
@@ -154,18 +154,14 @@ def read_run(folder: Path) -> RunRecord:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} is not a run of scripts/train.py: it has no {CONFIG}")
-    config_text = path.read_text(encoding="utf-8", errors="replace")
-    try:
-        config = yaml.safe_load(config_text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("train"), dict):
+    config = read_yaml(path)
+    if not isinstance(config.get("train"), dict):
         raise ValueError(f"{path} is not the configuration of a run: it has no section train")
     skipped, summary = folder / SKIPPED, folder / DATA_SUMMARY
     return RunRecord(
         folder=folder,
         config=config,
-        config_text=config_text,
+        config_text=path.read_text(encoding="utf-8"),
         metrics=_read_metrics(folder / LOGS / METRICS),
         validation=[line for line in _json_lines(folder / LOGS / VALIDATION) if line is not None],
         evaluation=_read_json(folder / EVALUATION),
