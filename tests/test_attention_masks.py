@@ -209,3 +209,26 @@ def test_under_a_bias_the_explicit_form_is_the_fused_one(shape: tuple[int, ...],
         assert_close(rearrange(ours.grad, "b heads n d -> b n (heads d)"), theirs.grad, atol=1e-5, rtol=1e-5)
     assert (weights[:, :, 1] == 0).all() and (weights[:, :, 0, 2:] == 0).all()
     assert_close(weights[0].sum(-1), torch.tensor([1.0, 0.0, 1.0]).expand(4, 3))
+
+
+@pytest.mark.parametrize("keys", [1, 7, 15, 16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nan_in_a_query_or_key_is_not_lost_without_a_mask(keys: int, is_causal: bool) -> None:
+    spoilt = KEYS[:, :1].expand(-1, keys, -1).masked_fill(torch.arange(keys)[:, None] == 0, torch.nan)
+    clean = KEYS[:, :1].expand(-1, keys, -1)
+
+    for query, key in ((spoilt, clean), (clean, spoilt)):
+        output = multi_head_attention(query, key, clean, heads=4, is_causal=is_causal)
+
+        assert output[:, 0].isnan().all()
+        assert output[:, 1:].isnan().all() if key is spoilt else output[:, 1:].isfinite().all()
+
+
+def test_a_bias_or_mask_without_axes_holds_for_all_and_a_bias_of_truths_is_refused() -> None:
+    expected = multi_head_attention(QUERY, KEYS, KEYS, heads=4)
+
+    assert_close(multi_head_attention(QUERY, KEYS, KEYS, heads=4, bias=torch.tensor(3.0)), expected)
+    assert_close(attention(*SPLIT, torch.tensor(1), bias=torch.tensor(3.0))[0], attention(*SPLIT)[0])
+    assert (attention(*SPLIT, torch.tensor(0))[0] == 0).all()
+    with pytest.raises(ValueError, match="bias is added to the scores, so it must be numbers"):
+        multi_head_attention(QUERY, KEYS, KEYS, heads=4, bias=torch.ones(3, 7) > 0)

@@ -6,7 +6,6 @@ Letters: B batch, N tokens (Nq queries, Nk keys), D width, d width of one head, 
 Masks are bool or 0/1 numbers, non-zero (NaN too) = may be attended. A query with nothing to attend to gives output 0
 and weights 0, with finite gradients. NaN in a key or value reaches the queries that may attend to it and no other,
 neither output nor gradient (`is_causal` alone does not hide it: give a mask where NaN may lie ahead).
-
 Source: Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/1706.03762.
 """
 
@@ -125,6 +124,9 @@ def _fused(
         if is_causal:
             mask, is_causal = _lower_triangle(query, key), False
         mask = _levelled(bias, None if mask is None else ~mask).to(query.dtype)
+    if mask is None and 0 < key.shape[-2] < 16 and not torch.compiler.is_compiling():
+        # of so few keys torch's CPU kernel makes a NaN score finite, but not under a mask
+        mask, is_causal = _lower_triangle(query, key) | (not is_causal), False
 
     # a head whose last axis is strided falls off the fast kernels without a word
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -136,8 +138,9 @@ def _fused(
 
 def _levelled(bias: Tensor, hidden: Tensor | None) -> Tensor:
     """-inf where hidden, and less the largest of its row, which a softmax does not see: -1e9 would hide the scores."""
-    if hidden is not None:
-        bias = bias.masked_fill(hidden, float("-inf"))
+    if bias.dtype == torch.bool:
+        raise ValueError("bias is added to the scores, so it must be numbers: what may be attended is a mask")
+    bias = torch.atleast_2d(bias) if hidden is None else bias.masked_fill(hidden, float("-inf"))
     if bias.shape[-1]:
         bias = bias - bias.detach().amax(dim=-1, keepdim=True).nan_to_num(0.0, posinf=0.0, neginf=0.0)
     return bias
@@ -157,9 +160,7 @@ def _no_autocast(device_type: str) -> AbstractContextManager:
 def _shape_of_scores(query: Tensor, key: Tensor) -> tuple[int, ...]:
     """(..., Nq, d) and (..., Nk, d) -> (..., Nq, Nk)."""
     (*leading, queries, _), (*others, keys, _) = query.shape, key.shape
-    if leading != others:
-        leading = torch.broadcast_shapes(leading, others)
-    return (*leading, queries, keys)
+    return (*(leading if leading == others else torch.broadcast_shapes(leading, others)), queries, keys)
 
 
 def _four_axes(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
@@ -174,10 +175,10 @@ def _four_axes(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
 def _checked_mask(mask: Tensor, wanted: tuple[int, ...]) -> Tensor:
     """Returns the mask as bool; refuses one that would not broadcast to the wanted shape, (..., Nk)."""
     _require_tensor("mask", mask)
-    if mask.shape[-1] not in (1, wanted[-1]):
+    if mask.ndim and mask.shape[-1] not in (1, wanted[-1]):
         raise ValueError(f"mask is for {mask.shape[-1]} keys, but there are {wanted[-1]}")
     _check_broadcast("mask", mask, wanted[-mask.ndim :])
-    return mask != 0
+    return torch.atleast_1d(mask != 0)
 
 
 def _require_tensor(name: str, x: Tensor) -> None:
@@ -210,9 +211,8 @@ def _check_lengths(key: Tensor, value: Tensor) -> None:
 def _hide_masked_keys(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Zeroes the keys and values that would show through a mask: 0 x NaN is NaN, so a weight of 0 does not hide them.
 
-    mask: bool, broadcasts to (..., Nq, Nk). Returns key, value, and the queries (..., Nq, 1) that may attend to NaN or
-    infinity and so must become NaN; None in their place where one row of the mask serves all queries, which sees
-    to it that a key is attended to or hidden as a whole.
+    mask: bool, broadcasts to (..., Nq, Nk). Returns key, value, and the queries (..., Nq, 1) that must become NaN, as
+    they may attend to NaN or infinity; None in their place where one row of the mask serves all queries.
     """
     if mask.ndim == 1 or mask.shape[-2] == 1:
         hidden = ~mask if mask.ndim == 1 else ~mask.squeeze(-2)
