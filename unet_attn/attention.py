@@ -124,7 +124,7 @@ def _fused(
         if is_causal:
             mask, is_causal = _lower_triangle(query, key), False
         mask = _levelled(bias, None if mask is None else ~mask).to(query.dtype)
-    if mask is None and 0 < key.shape[-2] < 16 and not torch.compiler.is_compiling():
+    if mask is None and not torch.compiler.is_compiling() and 0 < key.shape[-2] < 16:
         # of so few keys torch's CPU kernel makes a NaN score finite, but not under a mask
         mask, is_causal = _lower_triangle(query, key) | (not is_causal), False
 
