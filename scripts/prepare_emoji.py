@@ -53,8 +53,10 @@ NAMES_LICENCE = "names and tags: emojibase-data, MIT License, https://github.com
 
 
 def cache_folder() -> Path:
-    """Where fetched packages stay, outside the project and the data."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where fetched packages stay, outside the project and the data. Raises ValueError if there is no home folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if base == "~/.cache":
+        raise ValueError("there is no home folder to keep the packages in: set XDG_CACHE_HOME")
     return Path(base) / "unet-attn" / "npm"
 
 

@@ -1,6 +1,7 @@
 """The second start is quick, because what was found out about unchanged files is remembered; nothing depends on it."""
 
 import os
+import pwd
 import sqlite3
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def test_only_files_that_changed_or_are_new_are_read_again(folder: Path, decoded
     images = start(folder)
     assert sorted(decoded) == ["1.png", "2.png", "new.png"]
     assert torch.equal(images[1]["image"], -torch.ones(3, 11, 11)) and len(images) == 5
+
+
+def test_pictures_of_one_length_and_time_that_change_their_names_are_read_again(folder: Path) -> None:
+    for name, value in (("1", 70), ("2", 90)):
+        Image.new("L", (11, 11), value).save(folder / f"{name}.bmp")
+        os.utime(folder / f"{name}.bmp", (0, 0))
+    before = start(folder)
+    for old, new in (("1.bmp", "t"), ("2.bmp", "1.bmp"), ("t", "2.bmp")):
+        (folder / old).rename(folder / new)
+    after = start(folder)
+    first, second = before.paths.index(folder / "1.bmp"), before.paths.index(folder / "2.bmp")
+    assert torch.equal(after[first]["image"], before[second]["image"])
+    assert torch.equal(after[second]["image"], before[first]["image"])
 
 
 def test_faults_are_remembered_but_not_those_of_the_disk(folder: Path, decoded: list[str]) -> None:
@@ -185,6 +199,18 @@ def test_the_cache_lies_where_the_system_says(monkeypatch: pytest.MonkeyPatch) -
     assert cache_folder() == Path.home() / ".cache" / "unet-attn"
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache_folder() == Path("/somewhere/unet-attn")
+
+
+def test_without_a_home_folder_nothing_is_kept(
+    folder: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME"), monkeypatch.delenv("XDG_CACHE_HOME")
+    start(folder), start(folder)
+    assert len(decoded) == 10
 
 
 def test_the_longest_unused_caches_make_room(tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:

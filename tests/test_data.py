@@ -150,6 +150,9 @@ def test_missing_captions_are_counted_and_none_at_all_is_an_error(tmp_path: Path
     with pytest.raises(DataError, match=r"none of the 4 images .* NAME\.txt .*set caption_extension to \.caption"):
         open_images(tmp_path, 11)
     assert not any(open_images(tmp_path, 11, require_captions=False).captions)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "gone", "text": "x"}\n' * 5)
+    with pytest.raises(DataError, match=r"none of the 4 images .*jsonl: line 1: no file gone .*; and 2 more faults$"):
+        open_images(tmp_path, 11, on_error="skip")
 
 
 def test_no_file_of_the_user_is_written(tmp_path: Path) -> None:
@@ -382,3 +385,5 @@ def test_options_out_of_range_are_refused_by_name(tmp_path: Path, option: str, v
     captioned(tmp_path, 1)
     with pytest.raises(ValueError, match=message):
         open_images(tmp_path, **{option: value})
+    with pytest.raises(ValueError, match=r"data\.path must be a folder or a data set, got ''"):
+        DataOptions(path="")

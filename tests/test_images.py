@@ -132,9 +132,29 @@ def test_an_animation_gives_its_first_frame(kind: str) -> None:
     np.testing.assert_allclose(decoded(buffer.getvalue())[4, 4], (255, 0, 0), atol=3)
 
 
-def test_float_pixels_are_refused_because_nobody_knows_their_range() -> None:
-    with pytest.raises(ImageError, match="32-bit float"):
-        decoded(encoded(Image.new("F", (5, 3), 0.5), "TIFF"))
+def tiff(image: Image.Image, tag: int, value: int) -> bytes:
+    """Uncompressed, with another value of a tag: 258 is bits per pixel, 262 photometric interpretation."""
+    data = encoded(image, "TIFF")
+    at = data.index(struct.pack("<HHI", tag, 3, 1)) + 8
+    return data[:at] + struct.pack("<H", value) + data[at + 2 :]
+
+
+def test_grey_tiffs_of_other_bits_or_with_white_as_zero_are_understood() -> None:
+    twelve = Image.frombytes("I;16", (2, 1), bytes([0xFF, 0xF0, 0x00, 0]))  # 4095 and 0
+    np.testing.assert_array_equal(decoded(tiff(twelve, 258, 12), channels=1), [[255, 0]])
+    ramp = Image.fromarray(np.array([[0, 257, 65535]], dtype=np.uint16))
+    np.testing.assert_array_equal(decoded(tiff(ramp, 262, 0), channels=1), [[255, 254, 0]])
+
+
+def test_pixels_are_refused_whose_range_nobody_knows() -> None:
+    whole, half = Image.new("I", (5, 3), 7), Image.new("F", (5, 3), 0.5)
+    for data, said in (
+        (encoded(half, "TIFF"), "has 32-bit float"),
+        (encoded(whole, "TIFF"), "has 32-bit integer"),
+        (tiff(whole, 258, 16), "has 16-bit signed integer"),
+    ):
+        with pytest.raises(ImageError, match=f"{said} pixels, whose range no one knows"):
+            decoded(data)
 
 
 # The transformation that a camera with this orientation tag has already applied to the upright picture.
@@ -326,6 +346,9 @@ def test_black_is_exactly_minus_one_and_white_exactly_one() -> None:
     assert to_tensor(Image.new("RGB", (7, 5), (0, 0, 255)))[:, 0, 0].tolist() == [-1.0, -1.0, 1.0]
     with pytest.raises(ValueError, match="uint8"):
         to_tensor(np.zeros((3, 5), np.float32))
+    for mode in ("1", "P", "LA", "RGBA", "CMYK"):
+        with pytest.raises(ValueError, match=f"mode L or RGB, as load_image gives, got mode {mode}"):
+            to_tensor(Image.new(mode, (7, 5)))
 
 
 def test_the_crop_takes_the_middle_of_the_longer_side() -> None:

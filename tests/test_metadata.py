@@ -42,6 +42,13 @@ def test_a_fault_of_a_csv_table_names_the_line_in_which_its_row_begins(
         assert reason.startswith(start)
 
 
+def test_blanks_behind_the_commas_of_a_csv_table_are_no_part_of_it(tmp_path: Path) -> None:
+    put(tmp_path, "a.png", "b.png")
+    (tmp_path / "metadata.csv").write_text('text , file_name\n"one, two", a.png\nthree, b.png\n')
+    found = find_pictures(tmp_path)
+    assert found.captions == [["one, two"], ["three"]] and not found.faults
+
+
 def test_a_first_line_that_is_broken_is_named(tmp_path: Path) -> None:
     put(tmp_path, "a.png")
     (tmp_path / "metadata.csv").write_text('"file_name"s,text\na.png,one\n')

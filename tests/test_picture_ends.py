@@ -67,9 +67,10 @@ def test_a_jpeg_cut_off_anywhere_and_filled_with_zeros_is_refused(name: str) -> 
     whole = jpeg(name)
     begin = whole.rindex(b"\xff\xda") if name != "frames" else whole.index(b"\xff\xda")  # of the last scan
     end = whole.index(b"\xff\xd9", begin)
-    for cut in (begin + 200, (begin + end) // 2, end, end + 1):
-        with pytest.raises(ImageError, match=r"its end is zeros|is truncated"):
-            decoded(whole[:cut].ljust(len(whole) + UNWRITTEN, b"\0"))
+    for cut in (begin + 200, (begin + end) // 2, end - 8, end, end + 1):
+        for zeros in (max(0, end + 2 - len(whole)), UNWRITTEN):  # in place of what is missing, and more
+            with pytest.raises(ImageError, match=r"its end is zeros|is truncated"):
+                decoded(whole[:cut].ljust(len(whole) + zeros, b"\0"))
 
 
 @pytest.mark.parametrize("number", range(1, 10))
@@ -79,6 +80,34 @@ def test_a_progressive_jpeg_without_its_last_scans_is_refused(number: int) -> No
     assert len(scans) == 11  # with the header
     with pytest.raises(ImageError, match=r"its end is zeros|is truncated"):
         decoded(b"\xff\xda".join(scans[: number + 1]).ljust(len(whole) + UNWRITTEN, b"\0"))
+
+
+SMOOTH = noise(8, 8).resize((64, 64), Image.Resampling.BICUBIC)
+PNGS = {"still": {}, "moving": {"save_all": True, "append_images": [SMOOTH.rotate(180)]}}
+
+
+def png(name: str) -> bytes:
+    buffer = io.BytesIO()
+    SMOOTH.save(buffer, "PNG", **PNGS[name])
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("appended", APPENDED)
+@pytest.mark.parametrize("name", PNGS)
+def test_what_follows_the_end_of_a_png_does_not_count(name: str, appended: str) -> None:
+    np.testing.assert_array_equal(decoded(png(name) + APPENDED[appended]), np.asarray(SMOOTH))
+
+
+@pytest.mark.parametrize("zeros", [0, 12, 1000])
+@pytest.mark.parametrize(
+    ("missing", "said"), [(0, "its end is"), (1, "fit their"), (40, "fit their"), (2000, "fit their")]
+)
+def test_a_png_whose_end_was_never_written_or_is_another_is_refused(missing: int, said: str, zeros: int) -> None:
+    whole = png("still")
+    end = whole.index(b"IEND") - 4  # behind the last checksum of the pixels
+    with pytest.raises(ImageError, match=f"is damaged: .*{said}") as caught:
+        decoded(whole[: end - missing] + bytes(missing + zeros))
+    assert caught.value.kind == "damaged picture"
 
 
 @pytest.mark.parametrize("appended", APPENDED)

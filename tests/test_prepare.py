@@ -165,6 +165,13 @@ def test_emoji_are_composited_on_white_with_names_and_tags(tmp_path: Path, skin_
     assert "CC-BY 4.0" in (out / "LICENSES.txt").read_text()
 
 
+def test_without_a_home_folder_it_is_said_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is none
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ValueError, match="no home folder to keep the packages in: set XDG_CACHE_HOME"):
+        load("prepare_emoji").cache_folder()
+
+
 def test_missing_npm_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     done = run(
         "prepare_emoji.py", "--out", str(tmp_path / "out"), XDG_CACHE_HOME=str(tmp_path / "cache"), PATH=str(tmp_path)

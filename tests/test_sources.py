@@ -89,12 +89,24 @@ def test_missing_empty_and_pictureless_folders_are_named_with_what_is_accepted(t
         assert what in str(error.value) and " 0 pictures" in str(error.value) and ".jpg" in str(error.value)
 
 
-def test_pictures_of_unreadable_formats_are_counted_by_name(tmp_path: Path) -> None:
-    (tmp_path / "IMG_1.HEIC").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"1 \.heic \(convert"):
+@pytest.mark.parametrize("suffix", ["HEIC", "raf", "orf", "rw2", "hif", "j2k", "jpx", "exr", "pcx"])
+def test_pictures_of_unreadable_formats_are_counted_by_name(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"IMG_1.{suffix}").write_bytes(b"x")
+    with pytest.raises(DataError, match=rf"1 \.{suffix.lower()} \(convert"):
         find_pictures(tmp_path)
     put(tmp_path, "a.png")
-    assert any("1 .heic" in note for note in find_pictures(tmp_path).notes)
+    assert any(f"1 .{suffix.lower()}" in note for note in find_pictures(tmp_path).notes)
+
+
+def test_files_of_a_data_set_are_named_where_pictures_lie_beside_them(tmp_path: Path) -> None:
+    put(tmp_path, "a.png")
+    for name in ("a.txt", "data/0.parquet", "data/1.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one")
+    assert find_pictures(tmp_path).notes == [
+        f"{tmp_path}/data/0.parquet is not read (nor 1 other such file): "
+        "a data set is read where no picture lies in its folder, or where data.path is its file"
+    ]
 
 
 def test_nested_folders_are_searched_and_hidden_files_counted(tmp_path: Path) -> None:
@@ -305,12 +317,12 @@ def test_a_name_that_looks_like_the_hubs_gets_a_hint(tmp_path: Path, monkeypatch
 
 
 def test_a_metadata_row_goes_before_a_text_file_and_both_are_named(tmp_path: Path) -> None:
-    put(tmp_path, "a.png", "b.png")
-    (tmp_path / "a.txt").write_text("from the text file")
-    (tmp_path / "b.txt").write_text("from the text file")
-    jsonl(tmp_path, {"file_name": "a.png", "text": "from the row"})
+    put(tmp_path, "a.png", "b.png", "c.png")
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("from the text file")
+    jsonl(tmp_path, {"file_name": "a.png", "text": "from the row"}, {"file_name": "c.png", "score": 7})
     found = find_pictures(tmp_path)
-    assert found.captions == [["from the row"], ["from the text file"]]
+    assert found.captions == [["from the row"], ["from the text file"], ["from the text file"]]
     assert found.kind == "metadata.jsonl and .txt files"
 
 

@@ -123,7 +123,25 @@ def test_a_column_must_be_chosen_among_several_of_pictures(tmp_path: Path) -> No
     ).save_to_disk(tmp_path / "two")
     with pytest.raises(DataError, match=r"2 columns of pictures: set data\.image_column"):
         images_in(tmp_path / "two")
-    assert len(images_in(tmp_path / "two", image_column="mask")) == 7
+    for _ in range(2):  # the second time from the cache
+        for column, value in (("image", 20), ("mask", 5)):
+            images = images_in(tmp_path / "two", image_column=column)
+            torch.testing.assert_close(images[1]["image"], torch.full((1, 11, 11), value / 127.5 - 1))
+
+
+def test_a_picture_that_a_row_names_is_read_again_once_it_changed_and_named_where_it_is_not(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.png" for number in range(2)]
+    for path in paths:
+        path.write_bytes(encoded(20))
+    table = datasets.Dataset.from_dict({"image": list(map(str, paths)), "text": ["one", "two"]})
+    table.save_to_disk(tmp_path / "named")
+    assert len(images_in(tmp_path / "named", image_column="image")) == 2
+    paths[1].write_bytes(encoded(200))
+    images = images_in(tmp_path / "named", image_column="image")
+    torch.testing.assert_close(images[1]["image"], torch.full((1, 11, 11), 200 / 127.5 - 1))
+    paths[0].unlink()
+    with pytest.raises(DataError, match=rf"train row 0: the file {paths[0]} cannot be found"):
+        images_in(tmp_path / "named", image_column="image")
 
 
 @pytest.fixture
@@ -211,5 +229,10 @@ def test_a_stream_says_what_it_is_and_refuses_what_it_cannot_do(saved: Path, tmp
     empty.save_to_disk(tmp_path / "empty")
     with pytest.raises(DataError, match=r"none of the first 7 rows .*; column text holds none there: set data\.text"):
         images_in(tmp_path / "empty", streaming=True)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a.png").write_bytes(encoded(20))
+    (tmp_path / "pictures/a.txt").write_text("one")
+    with pytest.raises(DataError, match=r"pictures is no data set that can be streamed: set data\.streaming to false"):
+        images_in(tmp_path / "pictures", streaming=True)
     with pytest.raises(ValueError, match=r"data\.buckets needs the shape"):
         DataOptions(path="x", streaming=True, buckets=True)

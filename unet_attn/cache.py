@@ -1,7 +1,7 @@
 """What an earlier start found out about the same files, kept in the user's cache folder and never beside the data.
 
 One SQLite file per data set: for each picture its size or fault, and its fitted pixels if they were kept in memory. A
-row holds as long as the file's length and time of change do. Nothing here is ever needed: whatever goes wrong with the
+row holds as long as the file's stamp does. Nothing here is ever needed: whatever goes wrong with the
 cache means only that files are read again.
 """
 
@@ -35,18 +35,28 @@ class Checked(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """Where this project keeps what it can make again: $XDG_CACHE_HOME/unet-attn, or ~/.cache/unet-attn."""
+    """Where this project keeps what it can make again: $XDG_CACHE_HOME/unet-attn, or ~/.cache/unet-attn.
+
+    Without a home folder a place where nothing can be written, so that nothing is kept.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "unet-attn"
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    return Path(base if os.path.isabs(base) else os.devnull) / "unet-attn"
 
 
 def stamp(path: Path) -> str | None:
-    """Length and time of change of a file; None if it cannot be asked."""
+    """Length, number and times of change of a file; None if it cannot be asked.
+
+    A file that took another's name has another number, and another time of change of itself (ctime) where the one of
+    its content was set back. So a data set that was copied or restored is read again, and so is a file that was given
+    another name or other rights.
+    """
     try:
         status = path.stat()
     except (OSError, ValueError):
         return None
-    return f"{status.st_size} {status.st_mtime_ns}"
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_ctime_ns}"
 
 
 class CheckCache:

@@ -19,7 +19,7 @@ from unet_attn.buckets import bucket_sizes, nearest_bucket
 from unet_attn.cache import CheckCache, Checked, stamp
 from unet_attn.checking import ReplacedPictures, check_pictures
 from unet_attn.data_options import DataOptions
-from unet_attn.faults import DataError, Fault, counted, printable, shown, write_faults
+from unet_attn.faults import CAPTION, METADATA, DataError, Fault, counted, printable, shown, write_faults
 from unet_attn.images import READING, ImageError, fitted_size, load_image, resize_and_crop, to_tensor
 from unet_attn.items import collate, decode, fitted_pixels, plain_item, training_item
 from unet_attn.sampler import GlobalBatchSampler, SampleKey, held_out
@@ -44,6 +44,7 @@ __all__ = [
 
 MEMORY_LIMIT = 1 << 30  # bytes of decoded pictures that are kept instead of being read again in every epoch
 MAX_LISTED = 10  # skipped files in the summary; .faults has all
+MAX_REASONS = 3  # faults that are given as reasons why there is no caption at all
 MOST_SUBSTITUTES = 8  # for one broken picture: if so many in a row are broken too, it is not the pictures
 
 
@@ -227,7 +228,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             memory_limit=MEMORY_LIMIT,
             cache=CheckCache(
                 Path(options.path),
-                guard=f"max_pixels {options.max_pixels}, reading {READING}",
+                guard=f"image_column {options.image_column}, max_pixels {options.max_pixels}, reading {READING}",
                 settings=repr(settings),
             ),
         )
@@ -279,7 +280,9 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             raise DataError("\n".join([head, *lines]))
 
     def no_captions(self) -> str:
-        """Why there is nothing to condition on, and where captions were looked for."""
+        """Why there is nothing to condition on, where captions were looked for, and what was wrong there."""
+        faults = [str(fault) for fault in self.faults if fault.kind in (CAPTION, METADATA)]
+        more = [f"and {counted(len(faults) - MAX_REASONS, 'more fault')}"] if len(faults) > MAX_REASONS else []
         suffix = "." + self.options.caption_extension.lstrip(".")
         return "; ".join(
             [
@@ -288,6 +291,8 @@ class CaptionedImages(Dataset[dict[str, Any]]):
                 f"{self.options.text_column}, or one folder per class "
                 "(a model without text needs none: set text_encoder to null)",
                 *self.notes,
+                *faults[:MAX_REASONS],
+                *more,
             ]
         )
 

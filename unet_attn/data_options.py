@@ -50,6 +50,8 @@ class DataOptions:
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("data.path must be a folder or a data set, got ''")
         if self.resolution < 1:
             raise ValueError(f"data.resolution must be at least 1, got {self.resolution}")
         if not 0 <= self.caption_dropout <= 1:

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,11 +39,12 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-READING = 3  # raised when some file comes out otherwise than before, so that caches forget what they know of it
-UNWRITTEN = 64  # so many zeros at the end of a file are looked at more closely
+READING = 4  # raised when some file comes out otherwise than before, so that caches forget what they know of it
+UNWRITTEN = 64  # so many zeros at the end of a WebP or AVIF file are looked at more closely: whole ones have a few
 # A JPEG marker that begins a segment or ends the file. Other bytes behind 0xff: an escape, a restart, a fill byte, a
 # marker without a segment (ITU-T T.81, section B.1.1).
 JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
+TIFF_BITS, TIFF_PHOTOMETRIC = 258, 262  # tags: bits per pixel; 0 where the pixel 0 is white (TIFF 6.0, section 8)
 MAX_ASPECT = 16  # of a longer strip, random crops come from the middle: bounds the memory of a 1 x 1,000,000 picture
 
 Crop = Literal["center", "random"]
@@ -141,13 +143,33 @@ def _check_end(file: BinaryIO, image: Image.Image) -> None:
 
     Zeros behind a whole picture are harmless, in a phone's video or another program's data too.
     """
+    if image.format == "PNG":
+        file.seek(0)
+        _check_png(file.read())
+    if image.format not in WHOLE:
+        return
     size = file.seek(0, io.SEEK_END)
-    file.seek(max(0, size - UNWRITTEN))
-    if image.format not in WHOLE or any(file.read()):
+    file.seek(max(0, size - (1 if image.format in ("JPEG", "MPO") else UNWRITTEN)))
+    if any(file.read()):
         return
     file.seek(0)
     if not WHOLE[image.format](file.read(), image):
         raise _Unusable("is damaged: its end is zeros", DAMAGED)
+
+
+def _check_png(data: bytes) -> None:
+    """Refuse pixels that are not those of their checksums, and a missing end; Pillow asks for neither.
+
+    Chunks: length, kind, data, CRC-32 of kind and data (PNG, section 5.3). What follows the end does not count.
+    """
+    at, view = 8, memoryview(data)  # behind the signature
+    while (kind := data[at + 4 : at + 8]) != b"IEND":
+        if not kind.isalpha():
+            raise _Unusable("is damaged: its end is missing", DAMAGED)
+        end = at + 8 + int.from_bytes(view[at : at + 4], "big")
+        if kind == b"IDAT" and zlib.crc32(view[at + 4 : end]) != int.from_bytes(view[end : end + 4], "big"):
+            raise _Unusable("is damaged: its pixels do not fit their checksum", DAMAGED)
+        at = end + 4
 
 
 def _whole_jpeg(data: bytes, image: Image.Image) -> bool:
@@ -253,7 +275,9 @@ def _flatten(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
         image = _from_16_bit(image)
     elif image.mode in ("I", "F"):
         number = "integer" if image.mode == "I" else "float"
-        raise _Unusable(f"has 32-bit {number} pixels, whose range no one knows", UNSUPPORTED)
+        if (bits := _bits(image, 32)) < 32:
+            number = f"signed {number}"
+        raise _Unusable(f"has {bits}-bit {number} pixels, whose range no one knows", UNSUPPORTED)
     if image.has_transparency_data:
         canvas = Image.new("RGBA", image.size, (*colour, 255))
         canvas.alpha_composite(image.convert("RGBA"))
@@ -269,10 +293,18 @@ def _orientation(image: Image.Image) -> object:
         return None
 
 
+def _bits(image: Image.Image, usual: int) -> int:
+    """Bits per pixel of a grey TIFF, which Pillow leaves as they are; the usual number in other formats."""
+    return getattr(image, "tag_v2", {}).get(TIFF_BITS, (usual,))[0]
+
+
 def _from_16_bit(image: Image.Image) -> Image.Image:
-    """0..65535 to 0..255, rounded (257 = 65535 / 255); Pillow's own conversion would clip at 255."""
-    pixels = np.asarray(image).astype(np.int64)
-    grey = Image.fromarray(((np.clip(pixels, 0, 65535) + 128) // 257).astype(np.uint8))
+    """0..65535, or of a TIFF of 12 bits 0..4095, to 0..255, rounded; Pillow's own conversion would clip at 255."""
+    most = 2 ** _bits(image, 16) - 1
+    pixels = np.clip(np.asarray(image).astype(np.int64), 0, most)
+    if getattr(image, "tag_v2", {}).get(TIFF_PHOTOMETRIC) == 0:
+        pixels = most - pixels
+    grey = Image.fromarray(((pixels * 255 + most // 2) // most).astype(np.uint8))
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):  # PNG: one grey value stands for "nothing here"
         grey.putalpha(Image.fromarray(np.where(pixels == transparent, 0, 255).astype(np.uint8)))
@@ -297,7 +329,12 @@ def _reason(error: Exception) -> tuple[str, str]:
 
 
 def to_tensor(image: Image.Image | np.ndarray) -> Tensor:
-    """A picture, or its uint8 pixels (H, W) or (H, W, C), as float32 (C, H, W): black exactly -1, white exactly +1."""
+    """A picture, or its uint8 pixels (H, W) or (H, W, C), as float32 (C, H, W): black exactly -1, white exactly +1.
+
+    Raises ValueError for a picture that is neither grey (mode L) nor RGB, and for pixels of another kind.
+    """
+    if isinstance(image, Image.Image) and image.mode not in ("L", "RGB"):
+        raise ValueError(f"expected a picture of mode L or RGB, as load_image gives, got mode {image.mode}")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
         raise ValueError(f"expected uint8 pixels (H, W) or (H, W, C), got {pixels.dtype} {pixels.shape}")

@@ -114,9 +114,9 @@ def _twice(columns: Sequence[str]) -> str:
 
 def _csv_rows(table: Path, text: str, faults: list[Fault], text_column: str) -> Iterator[Row]:
     # strict: a quote that is never closed is an error, where it would swallow the rows that follow
-    reader, line = csv.reader(io.StringIO(text, newline=""), strict=True), 1
+    reader, line = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True), 1
     try:
-        columns = next(reader, [])
+        columns = [name.strip() for name in next(reader, [])]
         if "file_name" not in columns:
             first = ",".join(columns)[:80]
             faults.append(Fault(table, f"has no column file_name; its first line is {first!r}", METADATA))

@@ -30,8 +30,13 @@ from unet_attn.metadata import METADATA_NAMES, composed, metadata_captions
 IMAGE_EXTENSIONS = (
     ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .pbm .pgm .ppm .pnm .jp2 .avif".split()
 )
-# Pictures that a person would miss, in formats that Pillow alone does not read.
-OTHER_PICTURES = frozenset(".heic .heif .svg .psd .raw .dng .cr2 .cr3 .nef .arw .jxl .tga .ico .eps .pdf".split())
+# Pictures that a person would miss, in formats that are not read.
+OTHER_PICTURES = frozenset(
+    ".heic .heif .hif .svg .psd .jxl .j2k .jpx .exr .pcx .tga .ico .eps .pdf "
+    ".raw .dng .cr2 .cr3 .nef .arw .raf .orf .rw2".split()
+)
+# Files of data sets of the `datasets` library, and what it calls them; read where no pictures lie beside them.
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
 # What cameras and other trainers keep beside a picture, under its name; no text.
 COMPANIONS = frozenset(".mov .mp4 .m4v .avi .3gp .webm .wav .mp3 .aae .xmp .thm .npy .npz .pt .safetensors".split())
 SYSTEM_NAMES = frozenset({"thumbs.db", "desktop.ini", "__macosx", "@eadir", "$recycle.bin"})
@@ -76,7 +81,7 @@ def find_pictures(
     tables = [path for path in files if path.name.lower() in METADATA_NAMES]
     notes: list[str] = []
     rows = metadata_captions(tables, paths, faults, notes, text_column)
-    beside, bad = _sidecar_captions([path for path in paths if path not in rows], files, suffix, faults)
+    beside, bad = _sidecar_captions([path for path in paths if not rows.get(path)], files, suffix, faults)
     captions = [rows.get(path) or beside.get(path) or [] for path in paths]
     kind = _kind(tables, suffix, rows, beside)
     notes += [*_notes(files, paths, captions, suffix), *ignored]
@@ -284,10 +289,17 @@ def _unread_pictures(files: list[Path]) -> str:
     return f"not read: {listed} (convert them to JPEG or PNG)" if listed else ""
 
 
+def _unread_data_sets(files: list[Path]) -> str:
+    unread = [path for path in files if path.suffix.lower() in BUILDERS and path.name.lower() not in METADATA_NAMES]
+    more = f" (nor {counted(len(unread) - 1, 'other such file')})" if len(unread) > 1 else ""
+    where = "a data set is read where no picture lies in its folder, or where data.path is its file"
+    return f"{shown(unread[0])} is not read{more}: {where}" if unread else ""
+
+
 def _notes(files: list[Path], paths: list[Path], captions: list[list[str]], suffix: str) -> list[str]:
-    notes = [_unread_pictures(files)]
+    notes = [_unread_pictures(files), _unread_data_sets(files)]
     if not all(captions):
-        if tables := _other_tables(files, paths, suffix):
+        if tables := [path for path in _other_tables(files, paths, suffix) if path.suffix.lower() not in BUILDERS]:
             more = f" (nor {counted(len(tables) - 1, 'other such file')})" if len(tables) > 1 else ""
             called = " or ".join(METADATA_NAMES)
             notes.append(f"{shown(tables[0])} is not read{more}: a table of captions is called {called}")

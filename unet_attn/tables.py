@@ -4,21 +4,21 @@ Pictures stay encoded until they are decoded by `load_image` as files are, so th
 """
 
 import io
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from unet_attn.cache import stamp
 from unet_attn.data_options import DataOptions
 from unet_attn.faults import METADATA, DataError, Fault, one_line, shown
-from unet_attn.images import EMPTY, UNSUPPORTED, ImageError
+from unet_attn.images import EMPTY, UNREADABLE, UNSUPPORTED, ImageError
 from unet_attn.metadata import METADATA_NAMES, captions_of
-from unet_attn.sources import IMAGE_EXTENSIONS, Found, walk
+from unet_attn.sources import BUILDERS, IMAGE_EXTENSIONS, Found, walk
 
 if TYPE_CHECKING:  # an optional dependency, which also takes a second to import
     from datasets import Dataset, IterableDataset
 
 SAVED = ("dataset_info.json", "dataset_dict.json")  # what `save_to_disk` leaves in its folder
-BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
 
 
 def is_table(options: DataOptions) -> bool:
@@ -57,7 +57,10 @@ def picture_of(cell: Any, index: int) -> Path | BinaryIO:
     if isinstance(cell, dict) and cell.get("bytes"):
         return io.BytesIO(cell["bytes"])
     if isinstance(cell, dict) and cell.get("path"):
-        return Path(cell["path"])
+        path = Path(cell["path"])
+        if not os.path.exists(path):
+            raise ImageError(f"row {index}", f"the file {shown(path.absolute())} cannot be found", UNREADABLE)
+        return path
     raise ImageError(f"row {index}", "the cell is empty", EMPTY)
 
 
@@ -78,9 +81,21 @@ def find_rows(options: DataOptions) -> Found:
                 faults.append(Fault(paths[index], str(error), METADATA))
     else:
         notes = [no_text_column(options, table.column_names)]
+    return Found(TablePictures(table, column), paths, captions, kind, faults, notes, _stamps(table, column))
+
+
+def _stamps(table: "Dataset", column: str) -> list[str | None]:
+    """Of each row, from the files of the data set and the file that the row names where it holds no picture itself."""
     files = [stamp(Path(file["filename"])) for file in table.cache_files]
-    whole = ", ".join(file for file in files if file) if files and all(files) else None
-    return Found(TablePictures(table, column), paths, captions, kind, faults, notes, [whole] * len(paths))
+    if not files or None in files:
+        return [None] * len(table)
+    cells = table.select_columns([column]).flatten().data
+    lacking, paths = (cells.column(f"{column}.bytes").is_null(), cells.column(f"{column}.path"))
+    named = [
+        stamp(Path(path)) if lacks and path else ""
+        for lacks, path in zip(lacking.to_pylist(), paths.to_pylist(), strict=True)
+    ]
+    return [None if own is None else ", ".join([*files, own]) for own in named]
 
 
 def no_text_column(options: DataOptions, columns: list[str]) -> str:
@@ -103,6 +118,11 @@ def open_table(options: DataOptions) -> tuple["Dataset | IterableDataset", str]:
     features = table.features or {}
     column = options.image_column
     if column is None:
+        if options.streaming and not features and Path(options.path).is_dir():
+            raise DataError(
+                f"folder {options.path} is no data set that can be streamed: set data.streaming to false if it holds "
+                "pictures and their captions"
+            )
         having = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         if len(having) != 1:
             what = f"{len(having)} columns of pictures" if having else "no column of pictures"
