@@ -95,7 +95,7 @@ def read_pictures(path: Path, run: Path, pipeline: "TextToImagePipeline", *, tra
         path=str(path),
         resolution=pipeline.unet.config.sample_size,
         caption_dropout=0.0,
-        **reading_options(section),
+        **reading_options(section, path),
         **held_out,
     )
     return CaptionedImages(

@@ -17,6 +17,16 @@ def section_of(config: Path, section: str) -> dict[str, Any]:
     return found[section]
 
 
-def reading_options(data: dict[str, Any]) -> dict[str, Any]:
-    """Those of a `data` section's options that say how a data set is read, whichever it is."""
-    return {key: data[key] for key in KEYS if key in data}
+def reading_options(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Those of a `data` section's options that say how the data set at `path` is read, the section's own or another.
+
+    A folder of pictures has no image_column, whatever the section's own data set has.
+    """
+    from unet_attn.data_options import DataOptions
+    from unet_attn.tables import is_table
+
+    found = {key: data[key] for key in KEYS if key in data}
+    own = Path(str(data.get("path", ""))).resolve() == path.resolve()
+    if not own and path.is_dir() and not is_table(DataOptions(path=str(path))):
+        found.pop("image_column", None)
+    return found

@@ -60,7 +60,9 @@ def average(run: Path, lengths: list[float], *, step: int | None, out: Path) -> 
         raise FileNotFoundError(f"{run} is no folder")
     lengths = list(dict.fromkeys(lengths))
     folders = [out / f"length-{length:g}" for length in lengths]
-    for folder in folders:
+    for number, folder in enumerate(folders):
+        if folder in folders[:number]:
+            raise ValueError(f"two of the lengths would be written to {folder}: give one of them")
         refuse_filled(folder)
     from unet_attn.pipelines.text_to_image import TextToImagePipeline
     from unet_attn.posthoc import Profile, find_snapshots, fit, synthesize

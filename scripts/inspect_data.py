@@ -25,12 +25,14 @@ from unet_attn.config_files import read_config
 from unet_attn.data import DataOptions
 from unet_attn.faults import printable
 from unet_attn.inspection import MakeTokenizer, inspect
+from unet_attn.options import TrainOptions
 from unet_attn.pipelines.captions import position_limit
 from unet_attn.pipelines.grid import picture_grid
 from unet_attn.tokenizer import train_tokenizer
 
 SHEET = 32  # pictures on the contact sheet
 SHEET_COLUMNS = 8
+REQUIRED = {"data": "path", "train": "output_dir"}  # of a configuration
 
 
 def make_parser() -> ArgumentParser:
@@ -53,20 +55,22 @@ def make_parser() -> ArgumentParser:
 
 
 def take_config(parser: ArgumentParser, path: Path) -> dict[str, Any]:
-    """Make the options of a training's YAML file the parser's defaults. Returns the whole file.
+    """Make the options of a training's YAML file the parser's defaults. Returns its sections, as training reads them.
 
-    Raises ValueError if it is no such file or has a key that training would refuse.
+    Raises ValueError if it is no such file or holds what training would refuse.
     """
+    from train import expand_homes, make_parser  # seconds of imports, for a file alone
+
     config = read_config(path)
-    known = vars(parser.get_defaults().as_flat())
-    for section in ("data", "tokenizer", "train", "unet"):
-        for key, value in config.get(section, {}).items():
-            name = f"{section}.{key}"
-            if name in known:
-                parser.set_defaults({name: value})
-            elif section in ("data", "tokenizer") and name != "data.path":
-                raise ValueError(f"{path}: there is no option {name}")
-    return config
+    # what training must be told, and this file may leave to its command line
+    whole = {section: {key: ""} | config.get(section, {}) for section, key in REQUIRED.items()}
+    try:
+        read = expand_homes(make_parser().parse_object(config | whole))
+    except ArgumentError as error:
+        raise ValueError(f"{path}: {error}") from None
+    known = [name for name in vars(parser.get_defaults().as_flat()) if "." in name]
+    parser.set_defaults({name: read[name] for name in known})
+    return {section: values for section, values in read.as_dict().items() if section in config}
 
 
 def tokenizer_maker(options: Namespace, config: dict[str, Any]) -> MakeTokenizer | None:
@@ -74,7 +78,7 @@ def tokenizer_maker(options: Namespace, config: dict[str, Any]) -> MakeTokenizer
     text_encoder = config.get("text_encoder", {})
     if options.without_text or text_encoder is None:
         return None
-    if text_encoder.get("class_path", "").endswith("PretrainedText"):
+    if text_encoder.get("class_path", "").endswith(".PretrainedText"):
         path = text_encoder["init_args"]["path"]
         held = position_limit(AutoConfig.from_pretrained(path).to_dict()) or options.tokenizer.max_length
         limit = min(options.tokenizer.max_length, held)
@@ -110,8 +114,12 @@ def run(arguments: list[str] | None) -> int:
     if first.config is not None:
         config = take_config(parser, first.config)
     options = parser.parse_args(arguments)
-    path = options.folder or (config.get("data") or {}).get("path")
-    if path is None:
+    TrainOptions(output_dir=".", max_steps=1, **options.train.as_dict())
+    if not options.unet.block_channels or options.unet.patch_size < 1:
+        got = f"{list(options.unet.block_channels)} and {options.unet.patch_size}"
+        raise ValueError(f"unet.block_channels needs a level at least and unet.patch_size to be 1 at least, got {got}")
+    path = options.folder or config.get("data", {}).get("path")
+    if not path:
         raise ValueError("which data set? Give DIR, or a --config with data.path")
     data = DataOptions(path=str(path), **options.data.as_dict())
     if data.streaming:

@@ -138,6 +138,8 @@ def read_experiment(path: Path) -> Experiment:
             raise ValueError(f"{path}: variant {name!r} must be SECTION.KEY: value, or {{}}")
     if len({slug(name) for name in variants}) < len(variants):
         raise ValueError(f"{path}: two variants would have the same folder name")
+    if not isinstance(found["config"], str):
+        raise ValueError(f"{path}: config must be the path of a configuration, got {found['config']!r}")
     config = Path(found["config"])
     config = config if config.is_absolute() or config.is_file() else ROOT / config
     if not config.is_file():
@@ -175,7 +177,7 @@ def check(options: argparse.Namespace, experiment: Experiment) -> None:
     if find_spec("torchmetrics") is None:
         raise ValueError("torchmetrics is not installed: pip install 'unet-attn[train,eval]'")
     from jsonargparse import ArgumentError
-    from train import TrainOptions, make_parser
+    from train import TrainOptions, expand_homes, make_parser
 
     from unet_attn.evaluation import check_counts
 
@@ -184,7 +186,7 @@ def check(options: argparse.Namespace, experiment: Experiment) -> None:
     for name, changes in experiment.variants.items():
         arguments = train_arguments(options, experiment, changes, options.seeds[0], Path("unused"))
         try:
-            config = parser.parse_args(arguments)
+            config = expand_homes(parser.parse_args(arguments))
             TrainOptions(**config.train.as_dict())
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"variant {name!r}: {' '.join(str(error).split())}") from error

@@ -47,6 +47,7 @@ from unet_attn.tracking import check_trackers
 from unet_attn.training import Trainer
 from unet_attn.unet import AttnUNet2D
 
+PATHS = ("data.path", "train.output_dir", "train.resume", "consistency.start", "text_encoder.init_args.path")
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 TWO_ON_CPU = "accelerate launch --multi_gpu --num_processes 2 scripts/train.py ..., without --cpu"
 
@@ -72,6 +73,14 @@ def make_parser() -> ArgumentParser:
     parser.add_class_arguments(ConsistencyOptions, "consistency")
     parser.add_class_arguments(TrainOptions, "train")
     return parser
+
+
+def expand_homes(config: Namespace) -> Namespace:
+    """Put the home folder in the place of `~` in all paths: a shell leaves that of --KEY=~/x alone, as YAML does."""
+    for key in PATHS:
+        if isinstance(path := config.get(key), str):
+            config[key] = os.path.expanduser(path)  # which, unlike Path, leaves all else as it is
+    return config
 
 
 def make_accelerator(output_dir: str, trackers: Sequence[str] = ()) -> Accelerator:
@@ -318,7 +327,7 @@ def train(arguments: list[str] | None) -> int:
     """Parse, build, train. Returns the exit code."""
     check_config_files(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
-    config = parser.parse_args(arguments)
+    config = expand_homes(parser.parse_args(arguments))
     options = TrainOptions(**config.train.as_dict())
     check_trackers(options.trackers)
     accelerator = make_accelerator(options.output_dir, options.trackers)

@@ -70,7 +70,7 @@ def told_in_one_line(work: Callable[[argparse.Namespace], None], options: argpar
 def take_config(options: argparse.Namespace) -> None:
     """Settle how data is read (`options.reading`, of DataOptions), and its resolution and channels if not given."""
     data, unet = ({} if options.config is None else section_of(options.config, name) for name in ("data", "unet"))
-    options.reading = reading_options(data)
+    options.reading = reading_options(data, options.data)
     if options.resolution is None:
         options.resolution = data.get("resolution", 32)
     if options.channels is None:

@@ -48,6 +48,14 @@ def test_tensors_in_any_memory_layout_are_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(load_checkpoint(path).tensors["model"]["w"], weight, rtol=0, atol=0)
 
 
+def test_tensors_that_share_memory_are_saved_each_for_itself(tmp_path: Path) -> None:
+    weight = torch.arange(35.0).reshape(5, 7)
+    group = {"a": weight, "tied": weight, "part": weight[1:3], "turned": weight.T}
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, tensors={"model": group}, state={})).tensors["model"]
+
+    torch.testing.assert_close(loaded, group, rtol=0, atol=0)
+
+
 def test_further_files_are_under_the_manifest(tmp_path: Path) -> None:
     def write_more(folder: Path) -> None:
         (folder / "tokenizer").mkdir()
@@ -160,7 +168,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_alone(tmp_path: Path, monkey
     assert fault(tmp_path / "step-000002") is None
 
     shutil.rmtree(tmp_path / "step-000002")
-    with pytest.raises(CheckpointError, match=r"No space left.* nothing was complete before: .* and start again"):
+    with pytest.raises(CheckpointError, match=r"No space left.* before: make room on the disk, .* and start again"):
         save(tmp_path, 4, keep=1)
 
 
@@ -174,7 +182,7 @@ def test_another_format_is_refused_with_both_versions(tmp_path: Path, monkeypatc
 
 
 def test_not_a_number_is_not_written_as_json(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not JSON compliant"):
+    with pytest.raises(CheckpointError, match=r"not JSON compliant.*nothing was complete before: remove"):
         save_checkpoint(tmp_path, 1, tensors={}, state={"seconds": float("nan")})
 
     assert names(tmp_path) == []

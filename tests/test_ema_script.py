@@ -160,6 +160,7 @@ def test_a_length_that_the_snapshots_cannot_express_is_made_with_a_warning(
     [
         (["--length", "0.3"], "above 0 and at most 0.28, got 0.3"),
         (["--length", "-0.1"], "above 0 and at most 0.28, got -0.1"),
+        (["--length", "0.05", "0.05000001"], "two of the lengths would be written to"),
         (["--length", "0.1", "--step", "7"], "no snapshot of step 7: there are 5, 10, 15"),
     ],
 )

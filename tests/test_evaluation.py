@@ -137,13 +137,17 @@ def test_real_against_real_is_about_zero_and_noise_raises_both_distances(extract
     assert (same.real_pictures, same.sampled_pictures) == (71, 71)
 
 
-def test_precision_and_recall_are_of_as_many_real_pictures_as_sampled_ones() -> None:
-    real, sampled = torch.randn(150, 5, generator=torch.Generator().manual_seed(0)).split([83, 67])
+@pytest.mark.parametrize("counts", [(83, 67), (67, 83)])
+def test_precision_and_recall_are_of_as_many_real_pictures_as_sampled_ones(counts: tuple[int, int]) -> None:
+    real, sampled = torch.randn(150, 5, generator=torch.Generator().manual_seed(0)).split(counts)
+    made_for = torch.arange(counts[1]) % counts[0]
 
-    few, many = compare_features(real[:67], sampled), compare_features(real, sampled)
+    few = compare_features(real[:67], sampled[:67], made_for=made_for[:67])
+    many = compare_features(real, sampled, made_for=made_for)
 
     assert (few.precision, few.recall) == (many.precision, many.recall)
-    assert few.kid != many.kid and (many.real_pictures, many.sampled_pictures) == (83, 67)
+    assert few.kid != many.kid and few.frechet_error != many.frechet_error
+    assert (many.real_pictures, many.sampled_pictures) == counts
 
 
 def test_too_few_pictures_are_refused_with_the_number_needed() -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from pipeline_parts import tiny_pipeline
@@ -49,6 +50,23 @@ def test_a_model_that_repeats_all_training_pictures_is_at_distance_0(
     assert (report["kid"], report["kid_error"]) == pytest.approx((0, 0), abs=1e-6)
     assert report["precision"] < 1  # as between any two halves of the data
     assert (report["real_pictures"], report["sampled_pictures"]) == (COUNT, pictures)
+
+
+def test_a_run_trained_on_a_table_is_compared_with_a_folder_of_pictures_too(
+    scripts: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    folder, run = noise_folder(tmp_path / "data", count=3), tmp_path / "run"
+    table = tmp_path / "tables" / "train.parquet"
+    for file, text in ((run / "config.yaml", "data: {path: t.parquet, image_column: image, split: test}"), (table, "")):
+        file.parent.mkdir()
+        file.write_text(text, encoding="utf-8")
+
+    assert len(scripts("_evaluation_plan").read_pictures(folder, run, tiny_pipeline(), trained_on=False)) == 3
+
+    options, section = scripts("_reading").reading_options, {"path": str(folder), "image_column": "image"}
+    assert options(section, folder) == {"image_column": "image"}, "as the run itself read it"
+    assert options(section, table.parent) == options(section, table) == {"image_column": "image"}
+    assert options(section, tmp_path / "owner" / "of the hub") == {"image_column": "image"}
 
 
 def test_the_table_of_steps_compares_in_the_same_way(

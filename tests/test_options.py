@@ -52,10 +52,31 @@ def test_a_start_that_would_overwrite_or_cannot_resume_is_refused(tmp_path: Path
         start(tmp_path / "new", resume="latest")
     with pytest.raises(ValueError, match="absent cannot be used: there is no such folder"):
         start(tmp_path, resume=str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match=r"holds checkpoints and is none: give .* --train.resume latest, or"):
+        start(tmp_path / "branch", resume=str(tmp_path / "checkpoints"))
+    with pytest.raises(ValueError, match=r"train.resume is empty: give latest, the path of a checkpoint, or null"):
+        start(tmp_path, resume="")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for folder in (tmp_path / "link", tmp_path / "link" / "run"):
+        with pytest.raises(ValueError, match=f"{folder} cannot be made: {tmp_path}/link is a link to nothing"):
+            start(folder)
     with pytest.raises(ValueError, match="batch size 7 cannot be split evenly over 2"):
         start(tmp_path / "new", batch_size=7)
     assert start(tmp_path, resume="latest") == second
     assert start(tmp_path / "branch", resume=str(first)) == first
+
+
+def test_the_home_folder_is_meant_in_every_path(scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, config = scripts("train"), Path(__file__).parent.parent / "configs" / "icons.yaml"
+    keys = ("data.path", "train.output_dir", "train.resume", "consistency.start", "text_encoder.init_args.path")
+    encoder = "--text_encoder=unet_attn.text_encoder.PretrainedText"
+    given = ["--config", str(config), encoder, *(f"--{key}=~/here" for key in keys), "--data.text_column=~/x"]
+    monkeypatch.setenv("HOME", "/home/me")
+    found = train.expand_homes(train.make_parser().parse_args(given))
+
+    assert [found[key] for key in keys] == ["/home/me/here"] * len(keys)
+    assert found.data.text_column == "~/x"
+    assert train.expand_homes(train.make_parser().parse_args(given[:2])).text_encoder.init_args.get("path") is None
 
 
 def test_the_try_whether_a_folder_can_be_written_is_seen_by_no_other_process(tmp_path: Path) -> None:
@@ -119,3 +140,26 @@ def test_a_folder_without_a_checkpoint_is_not_said_to_be_one_to_go_on_with(tmp_p
         ValueError, match=r"run is a run and no checkpoint: give --train.output_dir \S+run --train.resume latest"
     ):
         start(run, resume=str(run))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("text_encoder: {class_path: unet_attn.text_encoder.PretrainedText}", '"text_encoder"'),
+        ("text_encoder: {class_path: unet_attn.text_encoder.PretrainedText, init_args: null}", '"text_encoder"'),
+        ("train: {batch_size: x}", '"train.batch_size"'),
+        ("train: {batchsize: 3}", "'batchsize'"),
+        ("train: {seed: -1}", "train.seed"),
+        ("unet: {patch_size: 0}", "unet.patch_size"),
+        ("unet: {block_channels: []}", "unet.block_channels"),
+        ("data: {path: 5}", '"data.path"'),
+    ],
+)
+def test_what_training_would_refuse_of_its_file_inspect_data_refuses_in_one_line(
+    scripts, tmp_path: Path, capsys, text: str, key: str
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(text)
+    assert scripts("inspect_data").main([str(tmp_path), "--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and key in error and error.count("\n") == 1

@@ -195,6 +195,14 @@ def test_a_run_that_has_not_begun_and_half_written_lines_are_no_errors(tmp_path:
     assert not_begun.sections == ["data", "settings"]
 
 
+def test_a_setting_of_an_odd_kind_is_left_out(tmp_path: Path) -> None:
+    run = write_bare_run(tmp_path / "run", steps=2)
+    text = (run / "config.yaml").read_text(encoding="utf-8").replace("in_channels: 1", "in_channels: [1]")
+    (run / "config.yaml").write_text(text, encoding="utf-8")
+
+    assert "16 x 16." in Page(as_html(read_run(run))).text
+
+
 def test_loss_by_noise_level_is_drawn_early_and_late_with_its_own_means(tmp_path: Path) -> None:
     run = write_bare_run(tmp_path / "run", steps=3)
     bins = [[1.0, 8.0, None], [2.0, 2.0, None], [None, 4.0, None]]  # three steps, in the first three eighths

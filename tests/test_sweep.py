@@ -160,6 +160,8 @@ def test_a_variant_that_fails_leaves_the_others_their_turn(
         ("config: {config}\nvariants: {{a: 1}}\n", "variant 'a' must be SECTION.KEY: value, or {}"),
         ("config: {config}\nvariants: {{A b: {{}}, a-b: {{}}}}\n", "two variants would have the same folder name"),
         ("config: absent.yaml\nvariants: {{a: {{}}}}\n", "there is no configuration absent.yaml"),
+        ("config: null\nvariants: {{a: {{}}}}\n", "config must be the path of a configuration, got None"),
+        ("config: [a]\nvariants: {{a: {{}}}}\n", "config must be the path of a configuration, got ['a']"),
         ("config: {config}\nvariants: {{a: {{unet.width: 3}}}}\n", "variant 'a': "),
         ("config: {config}\nvariants: {{a: {{train.max_grad_norm: 0.0}}}}\n", "train.max_grad_norm must be above 0"),
         ("config: {config}\nvariants: {{a: {{unet.dim_head: '${{package:absent}}'}}}}\n", "absent is not installed"),

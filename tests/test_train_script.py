@@ -215,6 +215,7 @@ def test_text_encoder_null_trains_without_captions(script: ModuleType, config: P
         (["--data.resolution", "9"], "must be a multiple of 2"),
         (["--objective.prediction_type", "epsilon"], "FlowMatchEulerDiscreteScheduler"),
         (["--train.resume", "latest"], "no run to resume in"),
+        (["--train.resume=~/absent"], f"checkpoint {Path.home() / 'absent'} cannot be used: there is no such folder"),
         (["--text_encoder", "null"], "train.sample_prompts need a text_encoder"),
         (["--train.output_dir", "/proc/x/y"], "train.output_dir /proc/x/y cannot be written"),
         (["--train.seed", "-1"], "train.seed must be at least 0 and below 2^63, got -1"),

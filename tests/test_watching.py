@@ -137,7 +137,7 @@ def test_live_weights_and_modes_return_after_a_look_that_fails(pictures: Path, t
     assert all(module.training for module in trainer.model.modules())
 
 
-def test_a_grid_that_overflows_is_told_and_the_training_goes_on(
+def test_a_grid_that_overflows_or_finds_no_memory_is_told_and_the_training_goes_on(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     looks = {"sample_every": 2, "sample_prompts": ("thing 1",), "validate_every": 6}
@@ -145,6 +145,8 @@ def test_a_grid_that_overflows_is_told_and_the_training_goes_on(
     trainer = trainer_for(pictures, tmp_path / "watched", **looks)
 
     def overflow(module: torch.nn.Module, inputs: object, output: object) -> None:
+        if not module.training and trainer.step == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if not module.training:
             output.sample.mul_(torch.inf)
 
@@ -155,7 +157,8 @@ def test_a_grid_that_overflows_is_told_and_the_training_goes_on(
 
     told = [line for line in capsys.readouterr().err.splitlines() if "no samples" in line]
     assert [line.split(" came out as NaN")[0] for line in told] == [
-        f"warning: step {step}: no samples: picture 0 of 1 (counted from 0)" for step in (2, 4)
+        "warning: step 2: no samples: picture 0 of 1 (counted from 0)",
+        "warning: step 4: no samples: CUDA out of memory. Tried to allocate 2.00 GiB.",
     ]
     assert [path.name for path in (tmp_path / "watched" / "samples").iterdir()] == ["step-000006.png"]
     assert [line["step"] for line in validations(tmp_path / "watched")] == [6]

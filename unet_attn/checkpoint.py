@@ -63,8 +63,7 @@ def save_checkpoint(
                 shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, group in tensors.items():
-            plain = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
-            save_file(plain, partial / f"{name}.safetensors")
+            save_file(_apart(group), partial / f"{name}.safetensors")
         if write_more is not None:
             write_more(partial)
         write_json(partial / STATE, {"format_version": FORMAT_VERSION, "step": step, **state})
@@ -72,9 +71,9 @@ def save_checkpoint(
         _replace(partial, final)
     except Exception as error:  # safetensors reports a full disk with an exception of its own
         shutil.rmtree(partial, ignore_errors=True)
-        remedy = "what was complete before is intact: make room on the disk and continue with --train.resume latest"
+        remedy = f"what was complete before is intact: {_make_room(error)}continue with --train.resume latest"
         if not any(fault(path) is None for path in numbered(directory)):
-            remedy = f"nothing was complete before: make room on the disk, remove {directory.parent} and start again"
+            remedy = f"nothing was complete before: {_make_room(error)}remove {directory.parent} and start again"
         raise CheckpointError(f"{final} could not be written ({error}); {remedy}") from error
     if keep is not None:
         _prune(final, keep)
@@ -111,6 +110,8 @@ def find_checkpoint(directory: Path, resume: str) -> Path:
     `latest` is the highest step that is complete; incomplete ones are passed over with a warning that names them.
     Raises CheckpointError if there is none, or if that of the path is not complete.
     """
+    if not resume:
+        raise CheckpointError("train.resume is empty: give latest, the path of a checkpoint, or null for a fresh run")
     if resume != "latest":
         _check(Path(resume))
         return Path(resume)
@@ -157,6 +158,11 @@ def _check(path: Path) -> None:
             f"{path} is a run and no checkpoint: give --train.output_dir {path} --train.resume latest, or a folder in "
             f"{path / 'checkpoints'}"
         )
+    if inside := numbered(path):
+        raise CheckpointError(
+            f"{path} holds checkpoints and is none: give --train.output_dir {path.absolute().parent} --train.resume "
+            f"latest, or one of them, as {inside[-1]}"
+        )
     if (reason := fault(path)) is not None:
         raise CheckpointError(f"checkpoint {path} cannot be used: {reason}")
 
@@ -200,8 +206,8 @@ def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
             write(partial)
         except Exception as error:  # safetensors reports a full disk with an exception of its own
             raise CheckpointError(
-                f"{folder} could not be written ({error}); what it held is intact: make room on the disk and repeat "
-                "the command, a training run with --train.resume latest"
+                f"{folder} could not be written ({error}); what it held is intact: {_make_room(error)}repeat the "
+                "command, a training run with --train.resume latest"
             ) from error
         for entry in sorted(partial.iterdir()):
             _replace(entry, folder / entry.name)
@@ -222,6 +228,22 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON for people and machines; not-a-number is refused, since JSON has none."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _apart(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, each in memory of its own, as safetensors wants them; only what shares some is copied."""
+    plain, taken = {}, set()
+    for key, tensor in group.items():
+        tensor = tensor.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        plain[key] = tensor.clone() if place in taken else tensor
+        taken.add(place)
+    return plain
+
+
+def _make_room(error: Exception) -> str:
+    """What helps first where the disk has refused, which safetensors tells by the number of the system's error."""
+    return "make room on the disk, then " if isinstance(error, OSError) or "(os error " in str(error) else ""
 
 
 def _seal(folder: Path) -> None:

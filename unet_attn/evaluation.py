@@ -109,11 +109,13 @@ def compare_features(real: Tensor, sampled: Tensor, *, made_for: Tensor | None =
 
     made_for: (M,), the row of `real` whose caption each sampled picture was made for, or a number from N on for that of
     a picture which is not among them; None = made without captions. See `measures`. Precision and recall are of equal
-    counts: of the real pictures they take the first M.
+    counts: of the larger side they take only the first.
     """
     check_counts(real=len(real), sampled=len(sampled))
     kid = kernel_distance(real, sampled, made_for=made_for)
-    precision, recall = precision_and_recall(real[: len(sampled)], sampled, made_for=made_for)
+    count = min(len(real), len(sampled))
+    made_for_some = None if made_for is None else made_for[:count]
+    precision, recall = precision_and_recall(real[:count], sampled[:count], made_for=made_for_some)
     return Distances(
         kid=kid.value,
         kid_error=kid.error,

@@ -141,6 +141,9 @@ def check_start(options: TrainOptions, *, num_processes: int) -> Path | None:
     folder = Path(options.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"train.output_dir {folder} is a file")
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"train.output_dir {folder} cannot be made: {path} is a link to nothing")
     _check_writable(folder)
     used = folder.is_dir() and any(folder.iterdir())
     if options.resume is not None:

@@ -89,7 +89,7 @@ def _head(record: RunRecord) -> str:
     weights = [parameter_count(record.folder / part) for part in ("unet", "text_encoder")]
     size = f" of {sum(filter(None, weights)) / 1e6:.1f} million parameters" if any(weights) else ""
     count = f"{record.pictures:,} pictures of " if record.pictures else ""
-    grey = {1: "grey", 3: "colour"}.get(record.setting("unet", "in_channels"), "")
+    grey = {"1": "grey", "3": "colour"}.get(str(record.setting("unet", "in_channels")), "")
     sides = f", {resolution} x {resolution} {grey}".rstrip() if resolution else ""
     made = f"tuned from {record.tuned_from} to draw in few steps," if record.tuned_from else "trained from scratch"
     lede = f"A {kind}{size}, {made} on {count}{Path(record.data_path).name or 'unknown data'}{sides}."

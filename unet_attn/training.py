@@ -297,20 +297,23 @@ class Trainer:
     def _look(self, *, at_end: bool = False) -> None:
         """Take the looks that are due at this step, at the end all. The main process' work, which may fail.
 
-        A picture that cannot be read or numbers too large for half precision are told of, and the training goes on.
+        A picture that cannot be read, numbers too large for half precision or too little memory are told of, and the
+        training goes on: no other process takes part in what is tried here, so that none is left waiting.
         """
         due = [look for look, steps in self.watcher.looks().items() if at_end or self.step % steps == 0]
         if due and self.one_piece is not None:
             self.one_piece.take(self.ema.averages)
-        if not self.accelerator.is_main_process:
-            return
-        for look in due:
+        for look in due if self.accelerator.is_main_process else ():
+            memory_ran_out = False
             try:
                 with self.clock.timed(look):
                     if figures := self.watcher.look(look, self.step):
                         self.log.track(figures, step=self.step)
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, RuntimeError) as error:
                 warn(f"step {self.step}: no {LOOKS[look]}: {one_line(str(error))}")
+                memory_ran_out = isinstance(error, torch.OutOfMemoryError)
+            if memory_ran_out:  # only here: the error holds on to what it had
+                torch.cuda.empty_cache()
 
     def _save(self) -> None:
         """Write a checkpoint and publish the pipeline. All have to call it; the main process alone writes.
