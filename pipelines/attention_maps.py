@@ -64,13 +64,17 @@ class AttentionRecorder:
             raise ValueError("this U-Net attends to no text, so there is no attention to return")
         _check_choice("levels", choice.levels, sorted(unet.config.attention_levels))
         _check_choice("heads", choice.heads, range(min(layer.heads for layer in self.layers)))
-        _check_choice("steps", choice.steps, range(steps))
         self.choice = choice
+        self.check_steps(steps)
         self.pictures = pictures
         self.size = size
         self.step = 0
         self._heights = {size[0] // unet.config.patch_size >> level: level for level in unet.config.attention_levels}
         self._sums: dict[tuple[int, int], Tensor] = {}
+
+    def check_steps(self, steps: int) -> None:
+        """Raise ValueError for a choice of other calls of the U-Net than there will be."""
+        _check_choice("steps", self.choice.steps, range(steps))
 
     @contextmanager
     def recording(self) -> Iterator[None]:

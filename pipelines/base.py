@@ -95,6 +95,16 @@ class Job:
         """Standard normal noise, (B, C, H, W) float32, from the call's generators."""
         return randn_tensor(self.shape, generator=self.generator, device=self.device, dtype=torch.float32)
 
+    def start(self, noise: Tensor) -> Tensor:
+        """Standard normal noise as it stands at the scheduler's first step."""
+        return noise * getattr(self.scheduler, "init_noise_sigma", 1.0)
+
+    def begun_at(self, first: int) -> int:
+        """The place of the first step. Raises ValueError where attention is asked for of calls that it leaves out."""
+        if self.recorder is not None:
+            self.recorder.check_steps(len(self.scheduler.timesteps) - first)
+        return first
+
 
 class SamplingPipeline(PipelineOfParts):
     """The loop that samples, and what stands before and behind it."""
@@ -233,6 +243,8 @@ class SamplingPipeline(PipelineOfParts):
                 if self.interrupt:
                     continue
 
+                if job.recorder is not None:
+                    job.recorder.step = step - first
                 prediction = self._predict(job, step, latents, text)
                 # noted here, as a scheduler that clips turns infinity into an ordinary white
                 finite &= prediction.isfinite().flatten(1).all(dim=1)
@@ -271,8 +283,6 @@ class SamplingPipeline(PipelineOfParts):
             # of the nearest trained step, where a scheduler stands between two
             alpha = float(scheduler.alphas_cumprod[round(float(timestep))]) ** 0.5
             sigma = (1.0 - alpha**2) ** 0.5
-        if job.recorder is not None:
-            job.recorder.step = step
 
         has_other = bool(text.others) or self.guide_unet is not None
         only_other = self._answers_others_only(job.guide.rules)

@@ -52,11 +52,16 @@ def tokenize(
     limit = caption_limit(tokenizer, text_encoder)
     bounds = {"truncation": True, "max_length": limit} if limit < UNBOUNDED else {}
     places = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if with_places else {}
-    asked = {"return_tensors": "pt", "padding_side": "right", **places}
+    asked = {"return_tensors": "pt", "padding_side": "right", **_as_text(tokenizer), **places}
     tokens = tokenizer(captions, padding=True, **bounds, **asked)
     if not tokens.input_ids.shape[1]:  # empty captions, of which no special token remains: a network needs one place
         tokens = tokenizer(captions, padding="max_length", max_length=1, **asked)
     return tokens
+
+
+def _as_text(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """What makes of "<eos>" in a caption the text that it is; a slow tokenizer would split a user's own tokens too."""
+    return {"split_special_tokens": True} if tokenizer.is_fast else {}
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, text_encoder: ModelMixin) -> None:
@@ -75,7 +80,8 @@ def warn_of_cuts(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_e
     """Log, in one warning, what of the captions `encode_captions` cuts off."""
     limit = caption_limit(tokenizer, text_encoder)
     kept = limit - tokenizer.num_special_tokens_to_add()
-    tokens = tokenizer(list(dict.fromkeys(captions)), add_special_tokens=False, verbose=False).input_ids
+    plain = {"add_special_tokens": False, "verbose": False, **_as_text(tokenizer)}
+    tokens = tokenizer(list(dict.fromkeys(captions)), **plain).input_ids
     cut = [tokenizer.decode(each[kept:]).strip() for each in tokens if len(each) > kept]
     if cut:
         shown = "; ".join(f"'{each if len(each) <= SHOWN else each[:SHOWN] + '...'}'" for each in cut)

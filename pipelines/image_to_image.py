@@ -68,11 +68,13 @@ class ImageToImagePipeline(SamplingPipeline):
             tensor_inputs=callback_on_step_end_tensor_inputs,
         )
         image = spread(image, prompts=len(job.prompts), images=num_images_per_prompt).to(job.device)
-        first = first_step(job.scheduler, strength, job.steps)
+        first = job.begun_at(first_step(job.scheduler, strength, job.steps))
 
         with evaluation_mode(self.unet, self.guide_unet, self.text_encoder), job.recording():
             text = self._encode(job)
-            start = noised(job.scheduler, image, job.noise(), first)
+            noise = job.noise()
+            # the first level of many a scheduler leaves something of the image, which is to be forgotten
+            start = noised(job.scheduler, image, noise, first) if first else job.start(noise)
             pictures = self._denoise(job, text, start, first=first)
 
         return self._finish(job, text, pictures, return_dict=return_dict)

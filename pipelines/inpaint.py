@@ -77,7 +77,7 @@ class InpaintPipeline(SamplingPipeline):
         rows = {"prompts": len(job.prompts), "images": num_images_per_prompt}
         image = spread(image, **rows).to(job.device)
         drawn = spread(mask, name="mask_image", **rows).to(job.device) > 0
-        first = first_step(job.scheduler, strength, job.steps)
+        first = job.begun_at(first_step(job.scheduler, strength, job.steps))
 
         with evaluation_mode(self.unet, self.guide_unet, self.text_encoder), job.recording():
             text = self._encode(job)
@@ -91,7 +91,7 @@ class InpaintPipeline(SamplingPipeline):
             start = noised(job.scheduler, image, noise, first)
             if first == 0:
                 # nothing of the image is to shine through where it is drawn anew
-                start = torch.where(drawn, noise * getattr(job.scheduler, "init_noise_sigma", 1.0), start)
+                start = torch.where(drawn, job.start(noise), start)
             pictures = self._denoise(job, text, start, first=first, after_step=put_back)
             # once more, for a callback that ended the sampling early, or changed what is kept
             pictures = torch.where(drawn, pictures, image)

@@ -96,8 +96,7 @@ class InterpolationPipeline(SamplingPipeline):
 
         with evaluation_mode(self.unet, self.guide_unet, self.text_encoder):
             noise = randn_tensor((len(prompts), *job.shape[1:]), generator, job.device, torch.float32)
-            noise = slerp(noise[before], noise[before + 1], weights)
-            noise = noise * getattr(job.scheduler, "init_noise_sigma", 1.0)
+            noise = job.start(slerp(noise[before], noise[before + 1], weights))
             # schedulers that add noise at each step add the same to every frame, or nothing would be between
             job.step_options = self._step_options(0.0, _twins(generator, num_frames))
             end = dataclasses.replace(job, prompts=[prompts[place + 1] for place in before.tolist()])

@@ -20,7 +20,7 @@ from diffusers.utils import logging
 from transformers import PreTrainedTokenizerBase
 
 from unet_attn.schedulers import scheduler_from_config
-from unet_attn.strict_loading import some_keys
+from unet_attn.strict_loading import parse_dtype, some_keys
 
 INDEX_NAME = "model_index.json"
 # a class by the name in a saved config. Looked up by name, so that a saved folder's copy of this file stands alone.
@@ -29,7 +29,6 @@ MODEL_MODULES = {
     "TextEncoder": "unet_attn.text_encoder",
     "PretrainedText": "unet_attn.text_encoder",
 }
-SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 Model = TypeVar("Model", bound=ModelMixin)
 
@@ -60,8 +59,10 @@ def load_components(
         entry = index.get(name)
         if name in given:
             components[name] = given[name]
-        elif entry is None or entry[0] is None:
+        elif entry is None or entry == [None, None]:
             components[name] = None
+        elif not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(each, str) for each in entry):
+            raise ValueError(f"{folder / INDEX_NAME} must name {name} as [library, class], got {entry!r}")
         else:
             components[name] = _load_part(folder / name, entry[1], dtype=dtype, variant=variant)
     if any(components.get(name) is None and name not in given for name in ("unet", "scheduler")):
@@ -114,20 +115,6 @@ def check_format_version(found: int, known: int, where: str | PathLike) -> None:
             f"{where} has format_version {found}, this release of unet-attn reads format_version {known}: "
             f"install a release that reads {found}"
         )
-
-
-def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """`torch.float16`, "float16" or "fp16" to the dtype. Raises ValueError for what is no floating dtype."""
-    if isinstance(dtype, str):
-        name = dtype.removeprefix("torch.")
-        found = getattr(torch, SHORT_DTYPES.get(name, name), None)
-    else:
-        found = dtype
-    if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
-        return found
-    if dtype is None:
-        return None
-    raise ValueError(f"dtype must be float32, float16, bfloat16 or such a torch dtype, got {dtype!r}")
 
 
 def _load_part(
@@ -196,11 +183,22 @@ def _check_config(config: dict, cls: type[ModelMixin], path: Path) -> None:
         raise ValueError(f"{path} has keys that {cls.__name__} does not know: {some_keys(unknown)}")
 
 
+def forget_removed_shards(directory: Path, variant: str | None) -> None:
+    """Remove the index that an earlier save in shards left: diffusers removes the shards, and then looks for them."""
+    single, sharded = _weight_files(variant)
+    if not any(directory.glob(f"{single.removesuffix('.safetensors')}-*-of-*.safetensors")):
+        (directory / sharded).unlink(missing_ok=True)
+
+
+def _weight_files(variant: str | None) -> tuple[str, str]:
+    """The names of the one weight file, and of the index that stands for several."""
+    middle = "" if variant is None else f".{variant}"
+    return f"diffusion_pytorch_model{middle}.safetensors", f"diffusion_pytorch_model.safetensors.index{middle}.json"
+
+
 def _check_weight_file(directory: Path, variant: str | None) -> None:
     """diffusers takes another file, or only logs, where the one asked for is missing."""
-    middle = "" if variant is None else f".{variant}"
-    single = f"diffusion_pytorch_model{middle}.safetensors"
-    sharded = f"diffusion_pytorch_model.safetensors.index{middle}.json"
+    single, sharded = _weight_files(variant)
     if not (directory / single).is_file() and not (directory / sharded).is_file():
         asked = "" if variant is None else f" for variant={variant!r}"
         raise FileNotFoundError(f"{directory} has no weights{asked}: {single} is missing")

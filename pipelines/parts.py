@@ -2,6 +2,7 @@
 
 from enum import Enum
 from os import PathLike
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unet_attn.pipelines.captions import check_tokenizer
 from unet_attn.pipelines.inputs import check_count, check_guidance_scale
-from unet_attn.pipelines.loading import check_format_version, load_components
+from unet_attn.pipelines.loading import check_format_version, forget_removed_shards, load_components
 from unet_attn.pipelines.portable import check_portable, write_code_files
 from unet_attn.schedulers import check_sampling_scheduler, declare_prediction_type, scheduler_prediction_type
 
@@ -179,6 +180,8 @@ class PipelineOfParts(DiffusionPipeline):
         super().save_pretrained(
             save_directory, safe_serialization=safe_serialization, variant=variant, max_shard_size=max_shard_size
         )
+        for name in PARTS:
+            forget_removed_shards(Path(save_directory) / name, variant)
         write_code_files(self, save_directory)
 
     def check_parts(self) -> None:
@@ -217,6 +220,14 @@ def _checked_defaults(steps: int, guidance_scale: float) -> dict[str, int | floa
     }
 
 
+def _check_network(name: str, network: nn.Module | None, kind: str, mark: str) -> None:
+    """Refuse a network that has not what the pipeline asks it for, as others and those in a wrapper have not."""
+    if network is None or hasattr(network, mark):  # torch.compile's wrapper passes on what is within
+        return
+    remedy = f": give accelerator.unwrap_model({name})" if hasattr(network, "module") else ""
+    raise ValueError(f"{name} must be {kind}, got a {type(network).__name__}{remedy}")
+
+
 def _check_parts(
     unet: ModelMixin,
     scheduler: SchedulerMixin,
@@ -228,6 +239,16 @@ def _check_parts(
     for name, part in (("unet", unet), ("scheduler", scheduler)):
         if part is None:
             raise ValueError(f"a pipeline needs a {name}, got None")
+    if not isinstance(scheduler, SchedulerMixin):
+        raise ValueError(f"scheduler must be one of diffusers, got a {type(scheduler).__name__}")
+    _check_network("unet", unet, "an AttnUNet2D", "downsample_factor")
+    _check_network("guide_unet", guide_unet, "an AttnUNet2D", "downsample_factor")
+    _check_network("text_encoder", text_encoder, "a TextEncoder or PretrainedText", "output_dim")
+    ours, others = unet.config.get("in_channels"), unet.config.get("out_channels")
+    if ours != others:
+        raise ValueError(
+            f"the U-Net of a pipeline must have as many out_channels as in_channels, got {others} and {ours}"
+        )
     if (text_encoder is None) != (tokenizer is None):
         raise ValueError("text_encoder and tokenizer go together: give both, or neither for a model without text")
     if text_encoder is None and unet.config.get("context_dim") is not None:

@@ -94,6 +94,13 @@ def first_step(scheduler: SchedulerMixin, strength: float, steps: int) -> int:
     if name is not None:
         raise ValueError(f"{name} must begin at its first step: use another scheduler, or strength 1")
     first = (steps - done) * scheduler.order
+    levels = getattr(scheduler, "sigmas", None)
+    # a last step to its own level divides 0 by 0, unless there are others before it
+    if scheduler.order == 1 and levels is not None and bool((levels[first:] == levels[first]).all()):
+        raise ValueError(
+            f"{type(scheduler).__name__} has at strength {strength} of {steps} steps one left that stays where it is: "
+            "take a higher strength or more steps"
+        )
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(first)
     return first

@@ -82,7 +82,6 @@ class TextToImagePipeline(SamplingPipeline):
         with evaluation_mode(self.unet, self.guide_unet, self.text_encoder), job.recording():
             text = self._encode(job)
             noise = job.noise() if latents is None else latents.to(job.device, torch.float32)
-            noise = noise * getattr(job.scheduler, "init_noise_sigma", 1.0)
-            pictures = self._denoise(job, text, noise)
+            pictures = self._denoise(job, text, job.start(noise))
 
         return self._finish(job, text, pictures, return_dict=return_dict)

@@ -39,6 +39,7 @@ class NumpySampler:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             self.tokenizer.enable_truncation(self.settings["text"]["max_length"])
             self.tokenizer.enable_padding(pad_id=self.settings["text"]["pad_id"])
+            self.tokenizer.encode_special_tokens = True  # what a caption writes like one is text
 
     def sample(
         self,

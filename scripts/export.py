@@ -51,7 +51,9 @@ def export(run: Path, out: Path) -> None:
         settings = settings_of(pipeline)
         export_unet(pipeline.unet.eval(), folder / "unet.onnx")
         if pipeline.text_encoder is not None:
-            export_text_encoder(pipeline.text_encoder.eval(), folder / "text_encoder.onnx")
+            export_text_encoder(
+                pipeline.text_encoder.eval(), settings["text"]["max_length"], folder / "text_encoder.onnx"
+            )
             pipeline.tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         shutil.copy(Path(__file__).with_name("_numpy_sampler.py"), folder / "sample.py")
@@ -99,8 +101,8 @@ def export_unet(unet: "AttnUNet2D", path: Path) -> None:  # noqa: F821  torch is
     check_onnx(network, [inputs(3, 3, 2, 7), inputs(1, 2, 5, 3)], path)
 
 
-def export_text_encoder(text_encoder: "TextEncoder", path: Path) -> None:  # noqa: F821
-    """The text encoder as a function of input_ids and attention_mask."""
+def export_text_encoder(text_encoder: "TextEncoder", limit: int, path: Path) -> None:  # noqa: F821
+    """The text encoder as a function of input_ids and attention_mask. limit: the most tokens that it takes."""
     import torch
     from torch import Tensor, nn
     from torch.export import Dim
@@ -114,6 +116,7 @@ def export_text_encoder(text_encoder: "TextEncoder", path: Path) -> None:  # noq
             return self.text_encoder(input_ids, attention_mask).last_hidden_state
 
     def inputs(batch: int, tokens: int) -> dict[str, Tensor]:
+        tokens = min(tokens, limit)
         mask = (torch.arange(tokens) < tokens - 1).long().expand(batch, -1).contiguous()
         return {"input_ids": torch.arange(batch * tokens).reshape(batch, tokens) % 97, "attention_mask": mask}
 
@@ -165,6 +168,8 @@ def check_onnx(network: Callable[..., "Tensor"], cases: list[dict[str, "Tensor"]
 
 def settings_of(pipeline: "TextToImagePipeline") -> dict[str, object]:  # noqa: F821
     """What the sampler needs to know beside the networks."""
+    if pipeline.guide_unet is not None:
+        raise ValueError("the exported sampler knows no guide_unet: save the pipeline with guide_unet=None first")
     unet = pipeline.unet.config
     text = None
     if pipeline.text_encoder is not None:

@@ -18,6 +18,7 @@ BEGIN, END = "<!-- table: python tests/scheduler_cases.py -->\n", "<!-- end of t
 EXACT = 1e-3  # the most that an oracle's picture may differ from the clean one, whose values lie in [-1, 1]
 ZERO_TERMINAL_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 # The last step of these goes to the schedule's first noise level, not to none: what is left of x_T is about 1 % of it.
+# In few steps PNDM leaves more of a v_prediction: an oracle's picture is off by 0.8 in 4, by 0.2 in 5, by 0.02 in 10.
 STOPS_EARLY = {"DEISMultistepScheduler": 0.1, "PNDMScheduler": 0.1}
 
 

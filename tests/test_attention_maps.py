@@ -9,6 +9,8 @@ from transformers import BertTokenizerFast
 from unet_attn.attention import CrossAttention2d
 from unet_attn.pipelines.attention_maps import AttentionChoice
 from unet_attn.pipelines.captions import caption_words, encode_captions
+from unet_attn.pipelines.image_to_image import ImageToImagePipeline
+from unet_attn.pipelines.inpaint import InpaintPipeline
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.tokenizer import train_tokenizer
 from unet_attn.unet import AttnUNet2D
@@ -175,6 +177,24 @@ def test_in_half_precision_the_maps_still_sum_to_one():
 def test_what_cannot_be_shown_is_refused_before_any_compute(pipeline, options, message):
     with pytest.raises(ValueError, match=message):
         sample(pipeline, "a", **options)
+
+
+@pytest.mark.parametrize("kind", [ImageToImagePipeline, InpaintPipeline])
+def test_of_a_start_in_the_middle_the_steps_are_counted_from_there(pipeline, kind):
+    pipe = kind.from_pipe(pipeline)
+    image = {"image": torch.zeros(3, 12, 12)}
+    image |= {"mask_image": torch.ones(12, 12)} if kind is InpaintPipeline else {}
+
+    def changed(**options):
+        return pipe("a red heart", **image, strength=0.5, num_inference_steps=4, generator=seeds(1), **options)
+
+    first, both = (changed(return_attention=AttentionChoice(steps=steps)).attention[0].maps for steps in ((0,), (0, 1)))
+    assert_close(both, changed(return_attention=True).attention[0].maps, rtol=0, atol=0)
+    assert (first - both).abs().max() > 1e-6
+    handle = pipe.unet.conv_in.register_forward_hook(lambda *_: pytest.fail("computed before checking"))
+    with pytest.raises(ValueError, match=r"attention steps must be some of 0\.\.1, got \(2,\)"):
+        changed(return_attention=AttentionChoice(steps=(2,)))
+    handle.remove()
 
 
 def test_a_model_without_text_has_no_maps():

@@ -1,5 +1,6 @@
 """How many tokens of a caption are read: what both the tokenizer and the text model hold."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from unet_attn.inspection import describe_captions
 from unet_attn.model import TextConditionalUNet
-from unet_attn.pipelines.captions import POSITIONS_AFTER_PADDING, caption_limit, encode_captions
+from unet_attn.pipelines.captions import (
+    POSITIONS_AFTER_PADDING,
+    caption_limit,
+    caption_words,
+    encode_captions,
+    tokenize,
+    warn_of_cuts,
+)
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.text_encoder import PretrainedText, TextEncoder
 
@@ -127,6 +135,20 @@ def test_a_caption_means_the_same_beside_longer_ones_whatever_side_its_tokenizer
     alone, _ = encode_captions(["a"], tokenizer, encoder)
     beside, mask = encode_captions(["a", "a red heart a"], tokenizer, encoder)
     torch.testing.assert_close(beside[0, mask[0]], alone[0], rtol=0.0, atol=1e-5)
+
+
+def test_control_tokens_in_a_caption_are_the_text_that_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    encoder, tokenizer = text_parts()
+    written, plain = "x <pad>", ["a red heart", "", " two  spaces \n naïve 雲 < pad >"]
+    ids, mask = (tokenize([written], tokenizer, encoder)[key][0] for key in ("input_ids", "attention_mask"))
+    assert mask.all() and [each in tokenizer.all_special_ids for each in ids] == [True, *[False] * (len(ids) - 2), True]
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == written
+    assert caption_words([written], tokenizer, encoder)[0].names == ("x", "<pad>")
+    found = tokenize(plain, tokenizer, encoder).input_ids.tolist()
+    assert found == tokenizer(plain, padding=True, truncation=True, max_length=11).input_ids
+    with caplog.at_level(logging.WARNING):
+        warn_of_cuts(["w " * 9 + written], tokenizer, encoder)
+    assert "x <pad>'" in caplog.text
 
 
 def test_tokenizers_that_do_not_go_with_the_text_encoder_are_refused_when_put_together() -> None:

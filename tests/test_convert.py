@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from diffusers.models.attention_processor import CustomDiffusionAttnProcessor
 from einops import rearrange
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -180,6 +181,7 @@ def test_an_output_without_bias_stays_without_on_maps(kind: type[nn.Module]) -> 
         ({"rescale_output_factor": 2.0}, "rescale_output_factor"),
         ({"dropout": 0.1}, r"dropout of its output \(ours is of the weights: set to_out\[1\].p to 0 first"),
         ({"norm_num_groups": 4}, "kind OverPixels"),
+        ({"processor": CustomDiffusionAttnProcessor(False, False)}, "the processor CustomDiffusionAttnProcessor"),
     ],
 )
 def test_diffusers_attention_with_what_ours_lacks_is_refused_by_name(options: dict, name: str) -> None:

@@ -23,7 +23,9 @@ from unet_attn.attention_extras import (
     RelativeOverPixels,
     RotaryOverPixels,
 )
+from unet_attn.pipelines.captions import tokenize
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.text_encoder import TextEncoder
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["a red heart", "cloud upload over the sea"]
@@ -315,10 +317,48 @@ def test_the_settings_have_the_pipelines_own_numbers_and_a_scheduler_that_the_sa
     pipe = TextToImagePipeline(**tiny_pipeline().components, default_steps=2, default_guidance_scale=1.5)
     settings = settings_of(pipe)
     assert (settings["default_steps"], settings["default_guidance_scale"]) == (2, 1.5)
+    with pytest.raises(
+        ValueError, match="the exported sampler knows no guide_unet: save the pipeline with guide_unet="
+    ):
+        settings_of(TextToImagePipeline.from_pipe(pipe, guide_unet=tiny_unet(seed=3)))
     for name in ("FlowMatchLCMScheduler", "UniPCMultistepScheduler"):
         pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config)
         with pytest.raises(ValueError, match=f"the exported sampler knows FlowMatchEuler.*, not {name}: save the"):
             settings_of(pipe)
+
+
+@pytest.mark.parametrize("limit", [3, 6])
+def test_a_text_encoder_is_tried_with_no_more_tokens_than_it_takes(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import export
+
+    lengths = []
+
+    def run(network: nn.Module, *cases: dict[str, Tensor]) -> None:
+        lengths.extend(network(**case).shape[1] for case in cases)
+
+    monkeypatch.setattr(export, "write_onnx", lambda network, inputs, *rest: run(network, inputs))
+    monkeypatch.setattr(export, "check_onnx", lambda network, cases, path: run(network, *cases))
+    export.export_text_encoder(TextEncoder(97, dim=12, depth=1, heads=3, max_length=limit), limit, tmp_path / "x.onnx")
+    assert lengths == [min(5, limit), limit, 3]
+
+
+def test_the_folders_sampler_reads_control_tokens_in_a_caption_as_the_text_that_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import _numpy_sampler
+    from export import settings_of
+
+    pipe, captions = tiny_pipeline(), ["<pad> heart <eos> x", "cloud"]
+    monkeypatch.setattr(_numpy_sampler.onnxruntime, "InferenceSession", lambda path: None)
+    (tmp_path / "settings.json").write_text(json.dumps(settings_of(pipe)))
+    pipe.tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = _numpy_sampler.NumpySampler(tmp_path).tokenizer.encode_batch(captions)
+    assert [each.ids for each in found] == tokenize(captions, pipe.tokenizer, pipe.text_encoder).input_ids.tolist()
 
 
 @pytest.mark.slow

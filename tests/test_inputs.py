@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, UNet2DModel
 from pipeline_parts import (
     CAPTIONS,
     DIM,
@@ -16,8 +16,12 @@ from pipeline_parts import (
     tiny_unconditional,
     tiny_unet,
 )
+from torch import nn
 
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
+from unet_attn.unet import AttnUNet2D
+
+FOREIGN_LEVELS = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,36 @@ def test_parts_that_do_not_fit_each_other_are_refused_at_construction():
         TextToImagePipeline(tiny_unet(context_dim=7), scheduler_for("flow"), text_encoder, tokenizer)
     with pytest.raises(ValueError, match=r"trained with text \(context_dim 12\): it needs a text_encoder"):
         TextToImagePipeline(tiny_unet(), scheduler_for("flow"))
+
+
+def test_what_is_no_part_of_ours_is_refused_at_construction_and_where_it_is_put_in(tmp_path):
+    unet, scheduler = tiny_unet(context_dim=None), scheduler_for("flow")
+    wrapped, foreign = nn.DataParallel(unet), UNet2DModel(block_out_channels=(32, 32), **FOREIGN_LEVELS)
+    unequal = AttnUNet2D(12, 3, 1, (8, 16), attention_levels=())
+    given = r"must be an AttnUNet2D, got a DataParallel: give accelerator\.unwrap_model"
+    for parts, message in (
+        ({"unet": wrapped}, rf"^unet {given}\(unet\)$"),
+        ({"unet": unet, "guide_unet": wrapped}, rf"^guide_unet {given}\(guide_unet\)$"),
+        ({"unet": foreign}, "^unet must be an AttnUNet2D, got a UNet2DModel$"),
+        ({"unet": scheduler}, "^unet must be an AttnUNet2D, got a FlowMatchEulerDiscreteScheduler$"),
+        ({"unet": unet, "scheduler": unet}, "^scheduler must be one of diffusers, got a AttnUNet2D$"),
+        ({"unet": unequal}, "as many out_channels as in_channels, got 1 and 3$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TextToImagePipeline(**{"scheduler": scheduler, **parts})
+        pipe = TextToImagePipeline(unet, scheduler)
+        for name, part in parts.items():
+            setattr(pipe, name, part)
+        for use in (pipe, lambda pipe=pipe: pipe.save_pretrained(tmp_path / "p")):
+            with pytest.raises(ValueError, match=message):
+                use()
+    text_encoder, tokenizer = text_parts()
+    with pytest.raises(
+        ValueError, match=r"^text_encoder must be a TextEncoder or PretrainedText, got a DataParallel: give"
+    ):
+        TextToImagePipeline(tiny_unet(), scheduler, nn.DataParallel(text_encoder), tokenizer)
+    assert not (tmp_path / "p").exists()
+    TextToImagePipeline(torch.compile(unet), scheduler)
 
 
 @pytest.mark.parametrize(

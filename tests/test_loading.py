@@ -156,6 +156,34 @@ def test_a_part_of_an_unknown_class_is_refused_and_never_imported(saved):
         TextToImagePipeline.from_pretrained(saved)
 
 
+@pytest.mark.parametrize("entry", ["x", ["x"], 3, [3, "AttnUNet2D"], ["x", None], {"x": 1}, ["x", "y", "z"]])
+def test_an_entry_that_names_no_part_is_told_with_the_file_and_the_part(saved, entry):
+    change_json(saved / "model_index.json", unet=entry)
+    with pytest.raises(ValueError, match=r"model_index\.json must name unet as \[library, class\], got "):
+        TextToImagePipeline.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        (
+            "unet",
+            {"block_channels": [8.0, 16]},
+            r"unet\.block_channels must be a list of whole numbers, got \[8\.0, 16",
+        ),
+        ("text_encoder", {"depth": 1.0}, r"text_encoder\.depth must be a whole number, got 1\.0"),
+    ],
+)
+def test_a_setting_of_another_kind_in_a_saved_config_is_named(saved, part, values, message):
+    change_json(saved / part / "config.json", **values)
+    for load in (
+        lambda: TextToImagePipeline.from_pretrained(saved),
+        lambda: {"unet": AttnUNet2D, "text_encoder": TextEncoder}[part].from_pretrained(saved / part),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load()
+
+
 def test_parts_that_are_given_replace_the_saved_ones(saved):
     change_weights(saved, lambda weights: {})
     unet, (text_encoder, tokenizer) = tiny_unet(seed=3), text_parts(3)
@@ -180,6 +208,7 @@ def test_a_file_of_several_dtypes_loads_in_the_one_asked_for(tmp_path, dtype):
     for loaded in (
         load_component(AttnUNet2D, tmp_path, dtype=dtype),
         AttnUNet2D.from_pretrained(tmp_path, dtype=wanted),
+        AttnUNet2D.from_pretrained(tmp_path, torch_dtype=str(wanted)),
     ):
         assert {weight.dtype for weight in loaded.parameters()} == {wanted}
     pipe.unet.float().half().conv_in.float()
@@ -188,10 +217,11 @@ def test_a_file_of_several_dtypes_loads_in_the_one_asked_for(tmp_path, dtype):
 
 
 def test_what_is_no_floating_dtype_is_refused():
-    for dtype in ("int8", "half a byte", "nn", 16, torch.int32):
+    for dtype in ("int8", "half a byte", "nn", 16, torch.int32, "float8_e4m3fn", torch.float8_e5m2):
         with pytest.raises(ValueError, match="dtype must be"):
             parse_dtype(dtype)
     assert parse_dtype("bf16") is torch.bfloat16 and parse_dtype(None) is None
+    assert parse_dtype("float64") is torch.float64
 
 
 def test_a_variant_is_half_the_size_and_a_missing_one_is_an_error(saved):
@@ -225,6 +255,15 @@ def test_sharded_weights_load_and_a_missing_shard_is_an_error(saved):
     shards[0].unlink()
     with pytest.raises((ValueError, FileNotFoundError), match="unet"):
         TextToImagePipeline.from_pretrained(saved / "sharded")
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_pipeline_saved_over_one_in_shards_loads(variant, tmp_path):
+    tiny_pipeline().save_pretrained(tmp_path, variant=variant, max_shard_size="10KB")
+    tiny_pipeline(seed=1).save_pretrained(tmp_path, variant=variant)
+    loaded = TextToImagePipeline.from_pretrained(tmp_path, variant=variant)
+    assert_close(loaded.unet.state_dict(), tiny_unet(seed=1).state_dict())
+    assert_close(loaded.text_encoder.state_dict(), text_parts(1)[0].state_dict())
 
 
 def test_a_pipeline_with_a_pretrained_text_model_is_saved_with_its_weights(tmp_path):

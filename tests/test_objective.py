@@ -167,6 +167,13 @@ def test_noise_at_small_times_does_not_vanish_in_half_precision(dtype):
         assert float((row - clean[0].float()).std()) == pytest.approx(expected, rel=0.05)
 
 
+def test_a_step_that_the_schedule_does_not_have_is_refused_by_number():
+    objective, (clean, noise) = Objective(DDPMScheduler(), prediction_type="epsilon"), pictures(2)
+    for step in (-1, 1000):
+        with pytest.raises(ValueError, match=rf"t must lie in 0\.\.999, got {min(step, 7)} to {max(step, 7)}"):
+            objective.add_noise(clean, noise, torch.tensor([7, step]))
+
+
 def test_a_prediction_of_another_shape_is_refused():
     objective = Objective(FlowMatchEulerDiscreteScheduler())
     clean, noise = pictures()

@@ -204,6 +204,17 @@ def test_little_strength_changes_little_and_all_of_it_forgets_the_picture(pipeli
     assert_close(found, plain, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("scheduler_class", [DDIMScheduler, EulerDiscreteScheduler])
+def test_all_of_the_strength_forgets_the_picture_whatever_the_first_level_leaves_of_it(scheduler_class):
+    pipe = tiny_unconditional("epsilon")
+    pipe.scheduler = scheduler_class.from_config(pipe.scheduler.config, timestep_spacing="leading")
+    options = {"num_inference_steps": 2, "output_type": "pt"}
+    expected = pipe(generator=seeds(1), **options).images
+    change = ImageToImagePipeline.from_pipe(pipe)
+    found = change(None, torch.ones(3, 12, 12), strength=1, generator=seeds(1), **options).images
+    assert torch.equal(found, expected)
+
+
 def test_each_prompt_has_its_picture_and_is_made_alone_alike(pipeline):
     pipe = ImageToImagePipeline.from_pipe(pipeline)
     pictures = torch.rand(2, 3, 8, 12, generator=torch.Generator().manual_seed(1))

@@ -6,6 +6,7 @@ import torch
 from pipeline_parts import oracle, quiet, scheduler_for, seeds, stub_pipeline, with_recorded_scales
 from torch.testing import assert_close
 
+from unet_attn.pipelines.image_to_image import ImageToImagePipeline
 from unet_attn.pipelines.text_to_image import TextToImagePipeline
 from unet_attn.schedulers import most_steps, set_timesteps
 
@@ -93,6 +94,26 @@ def test_pndm_needs_the_four_steps_that_it_begins_with(steps):
         set_timesteps(made("PNDM", 1000), steps)
     for images, clean in (sampled("PNDM", 1000, 4), sampled("PNDM", 1000, steps, skip_prk_steps=True)):
         assert_close(images, clean, rtol=0, atol=1e-3)
+
+
+def test_a_start_at_a_single_step_that_stays_where_it_is_is_refused():
+    pipe = ImageToImagePipeline.from_pipe(stub_pipeline("epsilon"))
+    pipe.scheduler = made("DEISMultistep", 1000, use_karras_sigmas=True)
+    image, options = torch.zeros(3, 12, 12), {"num_inference_steps": 4, "output_type": "latent"}
+    with pytest.raises(
+        ValueError, match=r"^DEISMultistepScheduler has at strength 0\.3 of 4 steps one left that stays"
+    ):
+        pipe(None, image, strength=0.3, **options)
+    assert pipe.unet.calls == []
+    assert pipe(None, image, strength=0.5, **options).images.isfinite().all()
+
+
+def test_a_schedule_with_nan_names_a_number_of_steps_and_no_setting_that_is_not_there():
+    scheduler = made("KDPM2AncestralDiscrete", 1000, timestep_spacing="linspace")
+    said = "^KDPM2AncestralDiscreteScheduler has no schedule of 2 steps: take more, such as 3$"
+    with pytest.raises(ValueError, match=said):
+        set_timesteps(scheduler, 2)
+    set_timesteps(scheduler, 3)
 
 
 def test_a_single_step_that_stays_where_it_is_is_refused():

@@ -16,6 +16,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Model,
+    ViTConfig,
+    ViTModel,
 )
 
 from unet_attn.pipelines.captions import position_limit
@@ -60,9 +62,10 @@ def test_an_unknown_format_is_refused_naming_both_versions() -> None:
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "dim", "depth", "heads", "max_length"])
-def test_no_size_at_all_is_refused_by_name(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"text_encoder\.{key} must be at least 1, got None"):
-        TextEncoder(**({"vocab_size": 31} | {key: None}))
+@pytest.mark.parametrize("value", [None, "10", 12.0, True])
+def test_what_is_no_whole_number_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"text_encoder\.{key} must be a whole number, got {value!r}"):
+        TextEncoder(**({"vocab_size": 31} | {key: value}))
 
 
 def test_a_width_of_zero_is_refused_by_name() -> None:
@@ -182,6 +185,13 @@ def test_of_a_model_of_pictures_and_text_the_texts_is_taken_saved_and_loaded(tmp
 def test_a_model_without_a_width_is_no_text_model(tmp_path) -> None:
     ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"text_encoder\.path .*: a ResNetModel is no text model"):
+        PretrainedText(str(tmp_path))
+
+
+def test_a_model_of_pictures_alone_is_no_text_model(tmp_path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTModel(ViTConfig(image_size=8, patch_size=4, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"text_encoder\.path .*: a ViTModel is no text model, it takes no input_ids"):
         PretrainedText(str(tmp_path))
 
 

@@ -24,6 +24,8 @@ from unet_attn.attention import CrossAttention2d, MultiHeadAttention, SelfAttent
 from unet_attn.attention_extras import ExtendedMultiHeadAttention, OverPixels, Residual, RMSNorm2d
 
 KINDS = (MultiHeadAttention, SelfAttention2d, CrossAttention2d, OverPixels)
+# of diffusers' attention processors those that compute what ours computes; AttnProcessor is the name of ours too
+PROCESSORS = ("AttnProcessor", "AttnProcessor2_0", "SlicedAttnProcessor")
 
 
 class Projections(NamedTuple):
@@ -94,6 +96,8 @@ def from_diffusers(module: nn.Module, kind: type[nn.Module] = MultiHeadAttention
 
     _require_type(module, Attention)
     dropped = module.to_out is not None and module.to_out[1].p > 0
+    processor = type(module.processor)
+    known = processor.__name__ in PROCESSORS and processor.__module__.split(".")[0] in ("diffusers", "unet_attn")
     _refuse(
         module,
         {
@@ -108,6 +112,7 @@ def from_diffusers(module: nn.Module, kind: type[nn.Module] = MultiHeadAttention
             "pre_only": module.pre_only,
             "out_dim": module.out_dim != module.query_dim,
             "fuse_projections": module.fused_projections,
+            f"the processor {processor.__name__}": not known,
             "dropout of its output (ours is of the weights: set to_out[1].p to 0 first)": dropped,
         },
     )

@@ -176,6 +176,11 @@ class Objective:
             t = t.float()
             alpha, sigma = 1.0 - t, t
         else:
+            # elsewhere the look would wait for the device
+            if t.device.type == "cpu" and bool(((t < 0) | (t >= self.num_train_timesteps)).any()):
+                raise ValueError(
+                    f"t must lie in 0..{self.num_train_timesteps - 1}, got {int(t.min())} to {int(t.max())}"
+                )
             cumulative = self._alphas_cumprod.to(t.device)[t]
             alpha, sigma = cumulative.sqrt(), (1.0 - cumulative).sqrt()
         shape = (-1, *[1] * (ndim - 1))

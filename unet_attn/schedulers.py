@@ -161,7 +161,9 @@ def _has_schedule(scheduler: SchedulerMixin, steps: int) -> bool:
 
 def _set_timesteps(scheduler: SchedulerMixin, steps: int, device: torch.device | None = None) -> None:
     """`set_timesteps`, which tries other numbers of steps with it too."""
-    fault = _NoSchedule(f"{type(scheduler).__name__} has no schedule of {steps} step{'s' if steps > 1 else ''}")
+    name, terminal = type(scheduler).__name__, scheduler.config.get("shift_terminal")
+    counted = f"no schedule of {steps} step{'s' if steps > 1 else ''}"
+    fault = _NoSchedule(f"{name} has {counted}")
     # the first four are Runge-Kutta's, unless they are left out
     if _is_one_of(scheduler, ("PNDMScheduler",)) and steps < 4 and not scheduler.config.skip_prk_steps:
         raise fault
@@ -171,16 +173,15 @@ def _set_timesteps(scheduler: SchedulerMixin, steps: int, device: torch.device |
     with np.errstate(invalid="ignore"):  # it is told below, in one line
         scheduler.set_timesteps(steps, device=device, **levels)
     if bool(scheduler.timesteps.isnan().any()):
-        # one level, which is 1, cannot be stretched to end elsewhere
-        raise ValueError(
-            f"{type(scheduler).__name__} with shift_terminal={scheduler.config.get('shift_terminal')} has no schedule "
-            f"of {steps} step{'s' if steps > 1 else ''}: take more, or set shift_terminal to None"
-        )
+        # one level, which is 1, cannot be stretched to end elsewhere; KDPM2Ancestral has none between two of linspace
+        cause = "" if terminal is None else f" with shift_terminal={terminal}"
+        remedy = "" if terminal is None else ", or set shift_terminal to None"
+        raise ValueError(f"{name}{cause} has {counted}: take more, such as {steps + 1}{remedy}")
     latest, last = float(scheduler.timesteps.max()), scheduler.config.num_train_timesteps - 1
     offset = scheduler.config.get("steps_offset", 0)
     if offset and latest > last and scheduler_prediction_type(scheduler) != "flow":
         raise ValueError(
-            f"{type(scheduler).__name__} with steps_offset={offset} comes to timestep {latest:g} in {steps} steps, "
+            f"{name} with steps_offset={offset} comes to timestep {latest:g} in {steps} steps, "
             f"and {last} is the last that was trained: take fewer steps, or set steps_offset to 0"
         )
     if not _leads_on(scheduler):

@@ -5,6 +5,7 @@ cross-attends to, and `pooler_output` (B, D), its mean over the real tokens. B b
 """
 
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from unet_attn.strict_loading import StrictLoading
+from unet_attn.strict_loading import StrictLoading, is_whole
 from unet_attn.transformer import EncoderLayer, TokenEmbedding, masked_mean
 
 FORMAT_VERSION = 1
@@ -43,7 +44,9 @@ class TextEncoder(StrictLoading, ModelMixin, ConfigMixin):
         super().__init__()
         _check_format_version(format_version)
         for key in ("vocab_size", "dim", "depth", "heads", "max_length"):
-            if self.config[key] is None or self.config[key] < 1:
+            if not is_whole(self.config[key]):
+                raise ValueError(f"text_encoder.{key} must be a whole number, got {self.config[key]!r}")
+            if self.config[key] < 1:
                 raise ValueError(f"text_encoder.{key} must be at least 1, got {self.config[key]}")
         if dim % heads:
             raise ValueError(f"text_encoder.heads must divide text_encoder.dim {dim}, got {heads}")
@@ -99,6 +102,10 @@ class PretrainedText(StrictLoading, ModelMixin, ConfigMixin):
         self.model = model.get_encoder() if hasattr(model, "decoder") else model
         if getattr(self.model.config, "hidden_size", None) is None:
             raise ValueError(f"text_encoder.path {path}: a {type(model).__name__} is no text model with a hidden_size")
+        if "input_ids" not in signature(self.model.forward).parameters:
+            raise ValueError(
+                f"text_encoder.path {path}: a {type(model).__name__} is no text model, it takes no input_ids"
+            )
         self.requires_grad_(False)
         self.eval()
 

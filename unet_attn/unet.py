@@ -9,8 +9,6 @@ Letters: B batch, C channels, H W sides in pixels, N tokens, D width of the text
 Sources: Ho et al. 2020, https://arxiv.org/abs/2006.11239; Rombach et al. 2022, https://arxiv.org/abs/2112.10752 (text).
 """
 
-from types import NoneType
-
 import torch
 import torch.nn.functional as F
 from diffusers import ConfigMixin, ModelMixin
@@ -20,13 +18,12 @@ from torch import Tensor, nn
 
 from unet_attn.blocks import CHANNELS_PER_GROUP, TimeEmbedding, UNetLayer, group_norm, zero_init
 from unet_attn.flow import velocity_from_clean
-from unet_attn.strict_loading import StrictLoading
+from unet_attn.strict_loading import StrictLoading, is_whole
 from unet_attn.transformer import masked_mean
 
 FORMAT_VERSION = 1
-_KINDS = dict.fromkeys(
-    ("sample_size", "in_channels", "out_channels", "layers_per_block", "dim_head", "patch_size"), (int,)
-) | {"context_dim": (int, NoneType), "block_channels": (list, tuple), "attention_levels": (list, tuple)}
+_NUMBERS = ("sample_size", "in_channels", "out_channels", "layers_per_block", "dim_head", "patch_size", "context_dim")
+_LISTS = ("block_channels", "attention_levels")
 
 
 class AttnUNet2D(StrictLoading, ModelMixin, ConfigMixin):
@@ -166,10 +163,12 @@ class AttnUNet2D(StrictLoading, ModelMixin, ConfigMixin):
                 f"this U-Net has format_version {self.config.format_version}, this release of unet-attn reads "
                 f"{FORMAT_VERSION}: install a release that reads {self.config.format_version}"
             )
-        for key, kinds in _KINDS.items():
-            if not isinstance(self.config[key], kinds):
-                wanted = "a whole number" if int in kinds else "a list of whole numbers"
-                raise ValueError(f"unet.{key} must be {wanted}, got {self.config[key]!r}")
+        for key in _NUMBERS:
+            if not is_whole(self.config[key]) and (key, self.config[key]) != ("context_dim", None):
+                raise ValueError(f"unet.{key} must be a whole number, got {self.config[key]!r}")
+        for key in _LISTS:
+            if not isinstance(self.config[key], list | tuple) or not all(map(is_whole, self.config[key])):
+                raise ValueError(f"unet.{key} must be a list of whole numbers, got {self.config[key]!r}")
         levels = len(self.config.block_channels)
         if not levels or self.config.layers_per_block < 1 or self.config.patch_size < 1:
             raise ValueError("unet needs at least one level in block_channels, one layer per block and patch_size 1")
@@ -247,8 +246,15 @@ class AttnUNet2D(StrictLoading, ModelMixin, ConfigMixin):
 def _token_mask(mask: Tensor | None) -> Tensor | None:
     """A mask (B, 1, N), one row for all queries, as (B, N); any other as it is.
 
-    Raises ValueError for a float one: in diffusers that is a bias of 0 and -10000, which as a mask says the opposite.
+    Raises ValueError for a float one, or of the form (B, N) one with negative numbers: that is a bias of 0 and -10000
+    or -inf, as in diffusers, which as a mask says the opposite.
     """
+    # what is compiled cannot ask for numbers
+    if mask is not None and mask.is_floating_point() and mask.ndim == 2 and not torch.compiler.is_compiling():
+        if bool((mask < 0).any()):
+            raise ValueError(
+                "encoder_attention_mask must be non-zero for a real token, else 0, got a bias: give bias == 0"
+            )
     if mask is None or mask.ndim != 3 or mask.shape[1] != 1:
         return mask
     if mask.is_floating_point():
