@@ -62,7 +62,7 @@ class TrainOptions:
     max_minutes: float | None = None
     optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = 1e-3
-    muon_learning_rate: float = 0.02
+    muon_learning_rate: float = 0.01
     warmup_steps: int = 100
     schedule: Schedule = "constant"
     cooldown_fraction: float = 0.3
