@@ -124,9 +124,10 @@ def sweep(options: argparse.Namespace) -> None:
 
 def read_experiment(path: Path) -> Experiment:
     """Raises ValueError, naming what is wrong, if the file is no experiment."""
-    found = read_yaml(path)
+    wanted = "the keys config and variants, and no others"
+    found = read_yaml(path, wanted)
     if set(found) != {"config", "variants"}:
-        raise ValueError(f"{path} must have the keys config and variants, and no others")
+        raise ValueError(f"{path} must have {wanted}")
     variants = found["variants"]
     if not isinstance(variants, dict) or not variants:
         raise ValueError(f"{path}: variants must be names with what each changes")

@@ -42,7 +42,13 @@ def write_bare_run(folder: Path, *, steps: int = STEPS, text: bool = True, all_k
         "text_encoder": {"class_path": "unet_attn.text_encoder.TextEncoder"} if text else None,
         "unet": {"in_channels": 1},
         "scheduler": {"class_path": "diffusers.FlowMatchEulerDiscreteScheduler"},
-        "objective": {"prediction_type": "flow", "time_sampling": "logit_normal", "loss_weighting": "none"},
+        "objective": {
+            "prediction_type": "flow",
+            "time_sampling": "logit_normal",
+            "logit_mean": 0.5,
+            "logit_std": 1.0,
+            "loss_weighting": "none",
+        },
         "train": {
             "output_dir": f"runs/{folder.name}",
             "seed": 3,

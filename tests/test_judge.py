@@ -186,7 +186,7 @@ def test_the_script_reads_pictures_and_captions_as_a_training_does(
     capsys.readouterr()
     for text, told in (
         ("data: {resolution: tall}", f"{config}: data.resolution must be a whole number, got 'tall'"),
-        ("- a list", f"{config} is no configuration"),
+        ("- a list", f"{config} must have sections"),
         ("data: 5", f"{config}: data must be a section with keys of its own, got 5"),
     ):
         config.write_text(f"{text}\nunet: {{}}\n" if text.startswith("data") else text)

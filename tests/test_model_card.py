@@ -51,6 +51,7 @@ def test_the_card_says_what_the_model_is_and_how_it_was_made(run: Path) -> None:
         'DiffusionPipeline.from_pretrained("my_icons", trust_remote_code=True)',
         'pipe("a red heart", num_inference_steps=25, guidance_scale=3.0)',
         "| pictures | 1,200 |",
+        r"| times | logit\_normal, mean 0.5, deviation 1.0 |",
         "| optimizer | muon 0.02, AdamW for the rest, learning rate 0.001 |",
         f"| steps | {STEPS:,} |",
         "| averaged weights (EMA) | 0.999 |",

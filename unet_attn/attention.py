@@ -124,8 +124,8 @@ def _fused(
         if is_causal:
             mask, is_causal = _lower_triangle(query, key), False
         mask = _levelled(bias, None if mask is None else ~mask).to(query.dtype)
-    if mask is None and not torch.compiler.is_compiling() and 0 < key.shape[-2] < 16:
-        # of so few keys torch's CPU kernel makes a NaN score finite, but not under a mask
+    if mask is None and key.is_cpu and not torch.compiler.is_compiling() and 0 < key.shape[-2] < 16:
+        # of so few keys torch's kernel makes a NaN score finite, but not under a mask
         mask, is_causal = _lower_triangle(query, key) | (not is_causal), False
 
     # a head whose last axis is strided falls off the fast kernels without a word

@@ -8,14 +8,17 @@ import yaml
 SECTIONS = ("data", "unet", "objective", "train", "tokenizer")  # of a configuration; others may be null or a class
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The keys of a file. Raises ValueError, naming it, for what is no YAML or has no keys; OSError if unreadable."""
+def read_yaml(path: Path, wanted: str = f"sections such as {', '.join(SECTIONS)}") -> dict[str, Any]:
+    """The keys of a file. Raises ValueError, naming it, for what is no YAML or has no keys; OSError if unreadable.
+
+    wanted: what keys it should have, for the message.
+    """
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is no configuration: it must have sections such as {', '.join(SECTIONS)}")
+        raise ValueError(f"{path} must have {wanted}")
     return found
 
 

@@ -147,6 +147,11 @@ def _training_data(record: RunRecord) -> str:
     return f"## Training data\n\n{_table(rows)}"
 
 
+def _times(record: RunRecord) -> str | None:
+    sampling, mean, deviation = (record.setting("objective", k) for k in ("time_sampling", "logit_mean", "logit_std"))
+    return f"{sampling}, mean {mean}, deviation {deviation}" if sampling == "logit_normal" else sampling
+
+
 def _training(record: RunRecord) -> str:
     seen, muon = record.metrics.last("pictures_seen"), record.setting("train", "optimizer") == "muon"
     rates = f", learning rate {record.setting('train', 'learning_rate')}"
@@ -156,7 +161,7 @@ def _training(record: RunRecord) -> str:
     rows = [
         ("tuned from", record.tuned_from),
         ("prediction", record.setting("objective", "prediction_type")),
-        ("times", record.setting("objective", "time_sampling")),
+        ("times", _times(record)),
         ("loss weighting", record.setting("objective", "loss_weighting")),
         ("scheduler", _class_name(record, "scheduler")),
         ("steps", f"{record.steps:,}" if record.steps else None),
